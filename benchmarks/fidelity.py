@@ -22,9 +22,9 @@ from structinit_jax.config import load_config, make_attention_init
 from structinit_jax.data.datasets import CATALOG
 from structinit_jax.data.source import split_size
 from structinit_jax.models.timm import to_timm
-from structinit_jax.training import mesh as mesh_lib
-from structinit_jax.training.optimizer import decay_mask, make_schedule
-from structinit_jax.training.state import abstract_model, initialize_model
+from structinit_jax.training import build
+from structinit_jax.training.sharding import make_mesh
+from structinit_jax.training.state import initialize_model
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = ROOT / "tests" / "references" / "programs.json"
@@ -34,7 +34,7 @@ def recipe(config) -> dict:
     """Returns what `make_programs.record_recipe` records, for one of our configs."""
     data = config.data
     num_examples = split_size(data.train_split, CATALOG[data.name], "data.train_split")
-    schedule = make_schedule(num_examples, dict(config), drop_remainder=data.drop_remainder)
+    schedule = build.make_schedule(config, num_examples)
     num_epochs = round(config.num_epochs)
     epochs = np.linspace(0, num_epochs - 1, 10).round().astype(int).tolist()
     rates = schedule.learning_rate(np.array(epochs) * round(schedule.steps_per_epoch))
@@ -62,11 +62,11 @@ def recipe(config) -> dict:
 
 def decayed(config) -> list[str]:
     """Returns timm's names of the weights that weight decay applies to, without block numbers."""
-    model = abstract_model(config.model, config.data, mesh_lib.make_mesh(devices=jax.devices()[:1]))
+    model = build.make_model(config, make_mesh(devices=jax.devices()[:1]))
     marks = jax.tree.map(
         lambda leaf, mark: np.full(leaf.shape, mark, np.float32),
         model.params,
-        decay_mask(model.params),
+        model.decayed,
     )
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), model.model_state)
     names = to_timm(nnx.merge(model.graphdef, marks, zeros))
@@ -75,7 +75,7 @@ def decayed(config) -> list[str]:
 
 def initial_weights(config) -> dict[str, list[float]]:
     """Returns what `make_programs.statistics` records, for one of our configs."""
-    model = abstract_model(config.model, config.data, mesh_lib.make_mesh(devices=jax.devices()[:1]))
+    model = build.make_model(config, make_mesh(devices=jax.devices()[:1]))
     sizes = {}
     *weights, _ = initialize_model(model, make_attention_init(config), config.seed)
     for name, value in to_timm(nnx.merge(model.graphdef, *weights)).items():

@@ -58,7 +58,7 @@ def our_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
     from structinit_jax.data.crops import RandomCrop
     from structinit_jax.data.datasets import open_dataset
     from structinit_jax.data.loader import make_loader
-    from structinit_jax.training.mesh import make_mesh
+    from structinit_jax.training.sharding import make_mesh
 
     loader = make_loader(
         open_dataset("folder", folder).split("train"),

@@ -27,11 +27,11 @@ from structinit_jax import command_line
 from structinit_jax.attention_init import SCHEMES, AttentionInit
 from structinit_jax.data.loader import Loader, make_loader
 from structinit_jax.errors import InputError, find
-from structinit_jax.run import Run, augmentation, set_up
-from structinit_jax.training.optimizer import LOSSES, make_optimizer
-from structinit_jax.training.setup import Setup
-from structinit_jax.training.state import AbstractModel, TrainState, _initialize, init_state
-from structinit_jax.training.step import make_eval_step, make_train_step
+from structinit_jax.rngs import split_seed
+from structinit_jax.training import build
+from structinit_jax.training.optimizer import Schedule
+from structinit_jax.training.state import AbstractModel, TrainState, init_state, split_model
+from structinit_jax.training.step import make_eval_step
 
 SCHEME = flags.DEFINE_multi_string(
     "scheme", ["default", "mimetic", "impulse"], "NAME or NAME:OPTION=VALUE,OPTION=VALUE; repeated."
@@ -57,30 +57,33 @@ def read_scheme(text: str) -> AttentionInit:
 
 def draw_weights(model: AbstractModel, schemes: list[AttentionInit], seeds: np.ndarray) -> tuple:
     """Returns parameters and model state of all runs, with leading axes [seeds, schemes]."""
-    draws = [functools.partial(_initialize, model.build, scheme) for scheme in schemes]
-    drawn = [jax.jit(jax.vmap(draw))(seeds)[:2] for draw in draws]
+
+    def draw(scheme, seed):
+        params_rng, attention_rng, _ = split_seed(seed)
+        network = model.create(params_rng)
+        network.initialize_attention(scheme, attention_rng)
+        return split_model(network)[1:]
+
+    draws = [functools.partial(draw, scheme) for scheme in schemes]
+    drawn = [jax.jit(jax.vmap(draw))(seeds) for draw in draws]
     return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *drawn)
 
 
-def make_step(config: ConfigDict, setup: Setup, factors: np.ndarray, seeds: np.ndarray) -> Callable:
+def make_step(
+    config: ConfigDict,
+    model: AbstractModel,
+    schedule: Schedule,
+    factors: np.ndarray,
+    seeds: np.ndarray,
+) -> Callable:
     """Returns the step of all runs, `(state, batches of the seeds) -> state`."""
-    model, schedule = setup.model, setup.schedule
-    augment, loss = augmentation(config, model.mesh), find(config.loss, LOSSES, "loss")
 
     def step_of_run(state, factor, seed, batch):
         def learning_rate(step):
             return factor * schedule.learning_rate(step)
 
-        optimizer = make_optimizer(config.optimizer, learning_rate, dict(config), model.stacks)
-        step = make_train_step(
-            model.graphdef,
-            optimizer,
-            learning_rate,
-            augment,
-            model.mesh,
-            loss=loss,
-            accumulate_steps=config.accumulate_steps,
-        )
+        optimizer = build.make_optimizer(config, learning_rate, model)
+        step = build.make_step(config, model, optimizer, learning_rate)
         return step(state, batch, seed)[0]
 
     step_of_seed = jax.vmap(step_of_run, in_axes=(STATE, 0, None, None), out_axes=STATE)
@@ -95,7 +98,7 @@ def make_step(config: ConfigDict, setup: Setup, factors: np.ndarray, seeds: np.n
 
 def make_evaluate(config: ConfigDict, model: AbstractModel, loader: Loader) -> Callable:
     """Returns `state -> accuracies [seeds, runs]` on the images of a loader."""
-    eval_step = make_eval_step(model.graphdef, model.mesh, config.data.mean, config.data.std)
+    eval_step = make_eval_step(model, config.data.mean, config.data.std)
 
     @jax.jit
     def count_correct(state, batch):
@@ -122,21 +125,21 @@ def sweep(
     """
     if config.augment.crop == "resized" or config.start_from or config.ema_decay:
         raise InputError("augment.crop='resized', start_from and ema_decay are not supported")
-    run, data, size = Run(config), config.data, config.data.image_size
-    setup = set_up(config, len(run.train_source), devices=jax.devices()[:1])
-    schedule, mesh = setup.schedule, setup.model.mesh
-    train = make_loader(run.train_source, mesh, image_size=size)
-    test = make_loader(run.eval_source, mesh, image_size=size, crop_fraction=data.crop_fraction)
+    data, size = config.data, config.data.image_size
+    train_source, eval_source = build.open_splits(config, build.open_data(config))
+    mesh = build.make_mesh(config, jax.devices()[:1])
+    schedule = build.make_schedule(config, len(train_source))
+    model = build.make_model(config, mesh)
+    train = make_loader(train_source, mesh, image_size=size)
+    test = make_loader(eval_source, mesh, image_size=size, crop_fraction=data.crop_fraction)
     seeds = np.arange(num_seeds, dtype=np.uint32)
-    weights = draw_weights(setup.model, schemes, seeds)
+    weights = draw_weights(model, schemes, seeds)
     weights = jax.tree.map(lambda leaf: jnp.concatenate([leaf] * len(rates), axis=1), weights)
-    optimizer = make_optimizer(
-        config.optimizer, schedule.learning_rate, dict(config), setup.model.stacks
-    )
+    optimizer = build.make_optimizer(config, schedule.learning_rate, model)
     init = functools.partial(init_state, optimizer=optimizer)
     state = jax.jit(jax.vmap(jax.vmap(init, out_axes=STATE), out_axes=STATE))(*weights)
-    step = make_step(config, setup, np.repeat(np.float32(rates), len(schemes)), seeds)
-    evaluate, accuracies = make_evaluate(config, setup.model, test), {}
+    step = make_step(config, model, schedule, np.repeat(np.float32(rates), len(schemes)), seeds)
+    evaluate, accuracies = make_evaluate(config, model, test), {}
     stream = functools.partial(
         train.train_batches,
         batch_size=config.batch_size,

@@ -103,28 +103,9 @@ def make_ours(row: Row, program: str, dtype: str) -> tuple[Step, dict[str, Any]]
     """Returns the trainer's step and its costs."""
     import jax
 
-    _, setup = set_up_ours(row, program, dtype)
-    state, _ = setup.initialize()
-    images, labels = random_batch(row)
-    images = (127 + 40 * images).clip(0, 255).astype(np.uint8)
-    shardings = {name: array.sharding for name, array in setup.abstract_batch.items()}
-    batch = jax.device_put({"image": images, "label": labels}, shardings)
-    seed = jax.device_put(np.uint32(0), state.step.sharding)
-    step, costs = compile_step(setup.train_step, *setup.arguments)
-
-    def run():
-        nonlocal state
-        state, _ = jax.block_until_ready(step(state, batch, seed))
-
-    return run, costs | {"device": jax.devices()[0].device_kind}
-
-
-def set_up_ours(row: Row, program: str, dtype: str, devices: list | None = None) -> tuple:
-    """Returns config and setup of one of `OURS`, by default for this machine's device."""
-    import jax
-
     from structinit_jax.config import base_config
-    from structinit_jax.run import set_up
+    from structinit_jax.training import build
+    from structinit_jax.training import state as state_lib
 
     config = base_config(row.ours)
     config.update(batch_size=row.batch, clip_norm=0.0, label_smoothing=0.0)
@@ -132,7 +113,28 @@ def set_up_ours(row: Row, program: str, dtype: str, devices: list | None = None)
     config.model.update(dtype=dtype, **OURS[program])
     if program.endswith(AUGMENTED):
         config.augment.update(AUGMENT)
-    return config, set_up(config, 100 * row.batch, devices=devices or jax.devices()[:1])
+    model = build.make_model(config, build.make_mesh(config, jax.devices()[:1]))
+    schedule = build.make_schedule(config, 100 * row.batch)
+    scheme = build.make_scheme(config, model)
+    optimizer = build.make_optimizer(config, schedule.learning_rate, model)
+    abstract = state_lib.abstract_state(model, optimizer)
+    params, model_state, _ = state_lib.initialize_model(model, scheme, config.seed)
+    state = state_lib.initialize_state(params, model_state, optimizer, abstract)
+    abstract_batch = build.abstract_batch(config, model.mesh)
+    images, labels = random_batch(row)
+    images = (127 + 40 * images).clip(0, 255).astype(np.uint8)
+    shardings = {name: array.sharding for name, array in abstract_batch.items()}
+    batch = jax.device_put({"image": images, "label": labels}, shardings)
+    seed = jax.device_put(np.uint32(0), state.step.sharding)
+    step = build.make_step(config, model, optimizer, schedule.learning_rate)
+    step = build.jit_step(step, model.mesh, abstract)
+    step, costs = compile_step(step, abstract, abstract_batch, build.SEED)
+
+    def run():
+        nonlocal state
+        state, _ = jax.block_until_ready(step(state, batch, seed))
+
+    return run, costs | {"device": jax.devices()[0].device_kind}
 
 
 def make_big_vision(

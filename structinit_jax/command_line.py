@@ -2,13 +2,13 @@
 
 Flags are defined when a command runs, so that an import defines none beside a user's own.
 
-`ml_collections.config_flags` does not parse `--config=FILE.py:ROW` and `--config.FIELD=VALUE`. It
-needs the config while it parses flags, but without --config ours is that of --workdir. It knows no
-options of a scheme that the config does not set, and not that a scheme's name changes other fields.
+`ml_collections.config_flags` does not replace `set_field`: `compare --grid` and `reproduce` set
+fields of many configs, and an option of a scheme need not be in the config before it is set.
 """
 
 import ast
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +37,7 @@ SHARED = {
     "(export) or batch.png (show).",
     "trust_workdir": "Import Python code that the config of --workdir names.",
 }
+FIELD = re.compile(r"--?config\.([^=]+)=(.*)", re.DOTALL)
 Overrides = Sequence[tuple[str, str]]  # path and text of each --config.FIELD=VALUE
 
 
@@ -81,8 +82,8 @@ def _parse_flags(argv: list[str]) -> Overrides:
     try:
         # The files of --flagfile may set fields too.
         words = FLAGS.read_flags_from_files(argv[1:], force_gnu=True)
-        fields, others = _split_fields(words)
-        _, *words = FLAGS([argv[0], *others])
+        fields = [match.groups() for match in map(FIELD.fullmatch, words) if match]
+        _, *words = FLAGS([argv[0], *(word for word in words if not FIELD.fullmatch(word))])
     except SystemExit as error:  # absl has printed the help, and ends with status 1
         raise SystemExit(0) from error
     except flags.Error as error:
@@ -94,24 +95,6 @@ def _parse_flags(argv: list[str]) -> Overrides:
     use_compilation_cache()
     sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file need not be text
     return fields
-
-
-def _split_fields(argv: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Splits arguments into fields of the config, '--config.x=3' or '--config.x 3', and others."""
-    fields = []
-    others = []
-    words = iter(argv)
-    for word in words:
-        if not word.startswith(("--config.", "-config.")):
-            others.append(word)
-            continue
-        name, equals, value = word.lstrip("-").partition("=")
-        if not equals:
-            value = next(words, "--")
-            if value.startswith("--"):
-                raise InputError(f"{word} has no value: write --config.FIELD=VALUE")
-        fields.append((name.removeprefix("config."), value))
-    return fields, others
 
 
 def use_compilation_cache() -> None:
@@ -161,8 +144,6 @@ def set_field(config: ConfigDict, path: str, text: str) -> None:
         options = config_lib.scheme_options(config.attention_init.name)
         fields = dict.fromkeys(f"attention_init.{option}" for option in options) | fields
     if path not in fields:
-        if path.startswith("attention_init."):
-            config_lib.refuse_former_option(path.removeprefix("attention_init."))
         raise InputError(f"config.{path} does not exist: {suggest(path, fields)}")
     section, _, name = path.rpartition(".")
     try:

@@ -23,17 +23,16 @@ from structinit_jax.data.datasets import find_info
 from structinit_jax.data.folder import title
 from structinit_jax.data.source import check_classes, split_size
 from structinit_jax.errors import InputError
-from structinit_jax.run import set_up
-from structinit_jax.training import mesh as mesh_lib
-from structinit_jax.training.metrics import format_duration
-from structinit_jax.training.setup import (
-    Setup,
+from structinit_jax.training import build, sharding
+from structinit_jax.training.memory import (
     bytes_needed,
     check_memory,
     explain_out_of_memory,
     memory_limit,
     mib,
 )
+from structinit_jax.training.metrics import format_duration
+from structinit_jax.training.state import TrainState, abstract_state
 
 with epy.lazy_imports():
     from clu import parameter_overview
@@ -80,9 +79,8 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     """Compiles the training step of a config and prints parameters, memory and communication.
 
     The devices are those of this machine, where a step is timed, or of a target, see `find_target`.
-    Raises `InputError` if
-    the config, the data or the target cannot be used, or if the step needs more memory than a
-    device has.
+    Raises `InputError` if the config, the data or the target cannot be used, or if the step needs
+    more memory than a device has.
     """
     config_lib.validate(config)
     devices, memory, options = find_target(target) if target else (None, memory_limit(), {})
@@ -91,22 +89,29 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     check_classes(info, config.model.num_classes)
     num_examples = split_size(data.train_split, info, "data.train_split")
     num_eval_examples = split_size(data.eval_split, info, "data.eval_split")
-    setup = set_up(config, num_examples, num_eval_examples, devices)
-    schedule = setup.schedule
-    mesh = setup.model.mesh
-    print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
+    mesh = build.make_mesh(config, devices)
+    schedule = build.make_schedule(config, num_examples)
+    model = build.make_model(config, mesh)
+    build.make_scheme(config, model)
+    optimizer = build.make_optimizer(config, schedule.learning_rate, model)
+    state = abstract_state(model, optimizer, config.ema_decay > 0)
+    batch = build.abstract_batch(config, mesh)
+    step = build.make_step(config, model, optimizer, schedule.learning_rate)
+    print(parameter_overview.get_parameter_overview(model.params, include_stats=False))
 
     with explain_out_of_memory():
-        step = setup.train_step.lower(*setup.arguments).compile(dict(options))
-    total = check_memory(step, setup.data_bytes, memory)
+        lowered = build.jit_step(step, mesh, state).lower(state, batch, build.SEED)
+        step = lowered.compile(dict(options))
+    data_bytes = build.data_bytes(config, num_examples, num_eval_examples)
+    total = check_memory(step, data_bytes, memory)
     needs = step.memory_analysis()
     epochs = schedule.num_steps / schedule.steps_per_epoch
     num_hosts = len({device.process_index for device in mesh.devices.flat})
-    num_parameters = parameter_overview.count_parameters(setup.model.params)
+    num_parameters = parameter_overview.count_parameters(model.params)
     rows = {
         "model": f"{config.model.name}, {num_parameters:,} parameters",
         "attention_init": ", ".join(f"{k}={v}" for k, v in config.attention_init.items()),
-        "devices": mesh_lib.describe(mesh),
+        "devices": sharding.describe(mesh),
         "batch": f"{config.batch_size} global, {config.batch_size // mesh.size} per device, "
         f"{config.batch_size // num_hosts} per host",
         "data": f"{title(data.name, data.data_dir)}, {num_examples:,} training examples "
@@ -121,7 +126,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
         rows["collectives"] = ", ".join(f"{kind} {mib(size)}" for kind, size in sizes)
         rows["collectives"] += " per step on each device"
     if not target and (memory or bytes_needed(step) <= MAX_TIMED):
-        seconds = time_step(setup, step)
+        seconds = time_step(step, state, batch)
         duration = format_duration(seconds * schedule.num_steps)
         rows["time"] = f"{seconds:.2g} s per step, {duration} for all, plus evaluations"
     width = max(map(len, rows))
@@ -129,9 +134,13 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
         print(f"{name:<{width}}  {value}")
 
 
-def time_step(setup: Setup, step: jax.stages.Compiled) -> float:
-    """Returns the seconds of a training step, measured with weights and images that are zero."""
-    state, batch, _ = setup.arguments
+def time_step(
+    step: jax.stages.Compiled, state: TrainState, batch: dict[str, jax.ShapeDtypeStruct]
+) -> float:
+    """Returns the seconds of a training step, measured with weights and images that are zero.
+
+    `state` and `batch` are its abstract arguments.
+    """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (state, batch))
 
     def make_zeros():
@@ -149,12 +158,12 @@ def time_step(setup: Setup, step: jax.stages.Compiled) -> float:
 # -- communication ---------------------------------------------------------------------------------
 
 # Parts of a compiled program's HLO text.
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"%([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)")
-_KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
-_COLLECTIVE = re.compile(rf"({_KINDS})(-start)?")
-_ARRAY = re.compile(r"\b(pred|[a-z]+?(\d+)\w*)\[([\d,]*)\]")
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*?\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+_INSTRUCTION = re.compile(r"%([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(.*)")
 _CALL = re.compile(r"(?:body|to_apply|calls|\w+_computation)=%([\w.\-]+)")
+_COLLECTIVE = re.compile(
+    r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?"
+)
 
 
 def bytes_by_kind(hlo: str) -> dict[str, int]:
@@ -167,33 +176,27 @@ def bytes_by_kind(hlo: str) -> dict[str, int]:
     totals = collections.defaultdict(collections.Counter)  # by computation; called ones come first
     sizes = {}
     bounds = {}
-    channels = set()
-    computation = ""
-    for line in hlo.splitlines():
-        if match := _COMPUTATION.match(line):
-            computation = match[1]
-        if not (match := _INSTRUCTION.search(line)):
-            continue
-        name, type_, op, operands = match.groups()
-        sizes[name] = _num_bytes(type_)
-        if op == "constant" and operands.isdigit():
-            bounds[computation] = int(operands)  # if the computation is the condition of a loop
-        known = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-        condition = re.search(r"condition=%([\w.\-]+)", line)
-        times = int(known[1]) if known else bounds.get(condition and condition[1], 1)
-        for called in _CALL.findall(line):
-            totals[computation].update({k: times * n for k, n in totals[called].items()})
-        if match := _COLLECTIVE.fullmatch(op):
+    seen = set()
+    for computation, body in _COMPUTATION.findall(hlo):
+        for name, type_, op, operands, rest in _INSTRUCTION.findall(body):
+            sizes[name] = _num_bytes(type_)
+            if op == "constant" and operands.isdigit():
+                bounds[computation] = int(operands)  # if it is the condition of a loop
+            known = re.search(r'"known_trip_count":\{"n":"(\d+)"', rest)
+            condition = re.search(r"condition=%([\w.\-]+)", rest)
+            times = int(known[1]) if known else bounds.get(condition and condition[1], 1)
+            for called in _CALL.findall(rest):
+                totals[computation].update({k: times * n for k, n in totals[called].items()})
+            # TPU programs repeat a collective, under one channel, in computations that overlap it.
+            channel = re.search(r"channel_id=\d+", rest)
+            key = channel[0] if channel else name
+            if not (match := _COLLECTIVE.fullmatch(op)) or key in seen:
+                continue
+            seen.add(key)
             kind, start = match.groups()
-            channel = re.search(r"channel_id=\d+", line)
-            if channel and channel[0] in channels:
-                continue  # TPU programs repeat a collective in all computations it overlaps with
-            channels.add(channel and channel[0])
             size = sum(sizes[operand] for operand in re.findall(r"%([\w.\-]+)", operands))
             if kind == "all-gather":  # its start returns the operands, too
                 size = sizes[name] - (size if start else 0)
-            if computation.startswith("all-reduce-scatter"):  # in TPU programs, and a slice
-                kind = "reduce-scatter"
             totals[computation][kind] += size
     return totals[computation]
 
@@ -201,9 +204,8 @@ def bytes_by_kind(hlo: str) -> dict[str, int]:
 def _num_bytes(type_):
     """Returns the bytes of a type in HLO, such as '(f32[2,3], bf16[])'."""
     return sum(
-        (1 if name == "pred" else math.ceil(int(bits) / 8))
-        * math.prod(int(size) for size in shape.split(",") if size)
-        for name, bits, shape in _ARRAY.findall(type_)
+        int(bits) // 8 * math.prod(map(int, filter(None, shape.split(","))))
+        for bits, shape in re.findall(r"\b[a-z]+(\d+)\[([\d,]*)\]", type_)
     )
 
 
@@ -215,7 +217,7 @@ class Target(NamedTuple):
 
     devices: list[jax.Device]
     memory: int | None  # bytes of one device that programs can use; None if not known
-    compiler_options: Mapping[str, bool | int] = {}
+    compiler_options: Mapping[str, bool | int]
 
 
 def find_target(name: str) -> Target:
@@ -226,18 +228,17 @@ def find_target(name: str) -> Target:
     jax.config.update("jax_platforms", "cpu")
     try:
         if name.startswith("tpu-"):
-            return _tpu(name.removeprefix("tpu-"))
-        if match := re.fullmatch(r"h100:(\d+)x(\d+)", name):
-            return _h100(*match.groups())
+            devices, options = _tpu(name.removeprefix("tpu-"))
+        elif match := re.fullmatch(r"h100:(\d+x\d+)", name):
+            devices, options = _h100(match[1])
+        else:
+            raise RuntimeError("use a name such as 'tpu-v5e:4x8', 'tpu-v4:2x2x4' or 'h100:2x8'")
     except RuntimeError as error:  # of JAX too
         raise InputError(
             f"--target={name!r} is no such slice, or its compiler is not installed (pip install "
             f"'.[targets]'): {error}"
         ) from error
-    raise InputError(
-        f"--target={name!r} is unknown: use 'tpu-' and the name of a slice, such as 'tpu-v5e:4x8' "
-        "or 'tpu-v4:2x2x4', or 'h100:2x8' for two machines of eight GPUs"
-    )
+    return Target(devices, MEMORY.get(devices[0].device_kind), options)
 
 
 def _tpu(slice_name):
@@ -250,18 +251,17 @@ def _tpu(slice_name):
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     # A v4 chip has two cores that programs see as one device, which is not libtpu's default here.
     options = {"chip_config_name": "megacore"} if slice_name.startswith("v4:") else {}
-    devices = topologies.get_topology_desc(slice_name, platform="tpu", **options).devices
-    return Target(devices, MEMORY.get(devices[0].device_kind))
+    return topologies.get_topology_desc(slice_name, platform="tpu", **options).devices, {}
 
 
-def _h100(machines, gpus):
+def _h100(size):
     # JAX asks this machine for its cuDNN before it traces `models.attention`.
     from jax._src.cudnn import fused_attention_stablehlo
 
     fused_attention_stablehlo.check_cudnn_version = lambda: 90800
     topology = topologies.get_topology_desc(
-        "h100", platform="cuda", target_config=H100, topology=f"1x{machines}x{gpus}"
+        "h100", platform="cuda", target_config=H100, topology=f"1x{size}"
     )
     # Both would time kernels on a GPU.
     options = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
-    return Target(topology.devices, MEMORY[topology.devices[0].device_kind], options)
+    return topology.devices, options

@@ -15,20 +15,15 @@ import contextlib
 import dataclasses
 import difflib
 import importlib
-import inspect
 import math
 import os
 import re
-import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, NamedTuple
 
-import jax
 import numpy as np
-
-MAX_LISTED = 40  # names in a message
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -90,26 +85,31 @@ class Check(NamedTuple):
             return False
 
 
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def is_count(value: Any, low: int = 1) -> bool:
-    """Whether a value is a whole number, `low` or more."""
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return whole and bool(value >= low)
+    """Whether a value is a whole number in [low, 2**32)."""
+    return is_whole(value) and bool(low <= value < 2**32)
 
 
+# Larger values are mistakes that would take minutes, or all memory, to fail.
 Number = int | float
-PositiveInt = Annotated[int, Check("a positive whole number", is_count)]
-NonNegativeInt = Annotated[int, Check("a whole number, 0 or more", lambda x: is_count(x, 0))]
-PositiveFloat = Annotated[Number, Check("a finite number above 0", lambda x: 0 < x < math.inf)]
-NonNegativeFloat = Annotated[
-    Number, Check("a finite number, 0 or more", lambda x: 0 <= x < math.inf)
+PositiveInt = Annotated[int, Check("a whole number from 1 to 2**32 - 1", is_count)]
+NonNegativeInt = Annotated[
+    int, Check("a whole number from 0 to 2**32 - 1", lambda x: is_count(x, 0))
 ]
+PositiveFloat = Annotated[Number, Check("a number above 0, at most 1e7", lambda x: 0 < x <= 1e7)]
+NonNegativeFloat = Annotated[Number, Check("a number from 0 to 1e7", lambda x: 0 <= x <= 1e7)]
 Fraction = Annotated[Number, Check("a number in [0, 1)", lambda x: 0 <= x < 1)]
 Probability = Annotated[Number, Check("a number in [0, 1]", lambda x: 0 <= x <= 1)]
 JsonObject = Annotated[dict, Check("a JSON object", lambda x: isinstance(x, dict))]
 
 _CHECKS = {
     bool: Check("True or False", lambda x: isinstance(x, bool)),
-    int: Check("a whole number", lambda x: is_count(x, -sys.maxsize)),
+    int: Check("a whole number", is_whole),
     float: Check("a finite number", math.isfinite),
     str: Check("a string", lambda x: isinstance(x, str)),
     types.NoneType: Check("None", lambda x: x is None),
@@ -177,24 +177,6 @@ def _check_of(hint: Any) -> Check:
     return _CHECKS.get(hint, Check("", lambda _: True))
 
 
-def check_scheme(name: str, scheme: Any, rng: Any) -> None:
-    """Raises `InputError` unless a scheme can be called with a random key and a site."""
-    try:
-        inspect.signature(scheme).bind("rng", "site")
-    except (TypeError, ValueError) as error:
-        other = repr(scheme) if isinstance(scheme, str) else type(scheme).__name__
-        given = getattr(scheme, "__name__", other)
-        raise InputError(
-            f"{name}={given} must be a function of (rng, site): call the scheme, as in impulse()"
-        ) from error
-    try:
-        jax.eval_shape(jax.random.split, rng)
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            f"rng of type {type(rng).__name__} must be one random key, such as jax.random.key(0)"
-        ) from error
-
-
 # -- names and references --------------------------------------------------------------------------
 
 
@@ -204,8 +186,8 @@ def suggest(word: str, known: Iterable[str]) -> str:
     Of many names, it returns the nearest ones even if none is near.
     """
     names = list(map(str, known))
-    nearness = 0.6 if len(names) <= MAX_LISTED else 0.0
-    if near := difflib.get_close_matches(str(word), names, n=3, cutoff=nearness):
+    cutoff = 0.6 if len(names) <= 40 else 0.0
+    if near := difflib.get_close_matches(str(word), names, n=3, cutoff=cutoff):
         return f"did you mean {' or '.join(map(repr, near))}?"
     return f"choose from {', '.join(map(printable, names))}" if names else "there are none"
 

@@ -21,11 +21,9 @@ from structinit_jax.data.images import BadImageError
 from structinit_jax.data.loader import HostLoader, make_loader
 from structinit_jax.data.source import Dataset, ImageSource
 from structinit_jax.errors import InputError, printable
-from structinit_jax.run import Run
-from structinit_jax.training import checkpoint, resume
-from structinit_jax.training import mesh as mesh_lib
+from structinit_jax.training import build, checkpoint, resume, sharding
 from structinit_jax.training.metrics import MAX_IN_FLIGHT
-from structinit_jax.training.state import AbstractModel, TrainState, abstract_model
+from structinit_jax.training.state import AbstractModel, TrainState
 from structinit_jax.training.step import make_eval_step
 from structinit_jax.training.workdir import open_path, write_atomically
 
@@ -58,8 +56,8 @@ def make_evaluator(
     """
     data = config.data
     mesh = model.mesh
-    step = make_eval_step(model.graphdef, mesh, data.mean, data.std)
-    step = jax.jit(step, out_shardings=mesh_lib.replicated(mesh))
+    step = make_eval_step(model, data.mean, data.std)
+    step = jax.jit(step, out_shardings=sharding.replicated(mesh))
     loader = make_loader(source, mesh, image_size=data.image_size, crop_fraction=data.crop_fraction)
     batch_size = -(-config.batch_size // (config.accumulate_steps * mesh.size)) * mesh.size
 
@@ -106,9 +104,9 @@ def restore_model(
     if changed := resume.check_config(saved, config, place, fixed):
         print(f"config changed since {place}:", *changed, sep="\n")
     devices = devices or jax.devices()
-    mesh = mesh_lib.make_mesh(math.gcd(config.fsdp, len(devices)), devices)
-    model = abstract_model(config.model, config.data, mesh)
-    count = jax.ShapeDtypeStruct((), np.int32, sharding=mesh_lib.replicated(model.mesh))
+    mesh = sharding.make_mesh(math.gcd(config.fsdp, len(devices)), devices)
+    model = build.make_model(config, mesh)
+    count = jax.ShapeDtypeStruct((), np.int32, sharding=sharding.replicated(mesh))
     abstract_state = TrainState(count, model.params, model.model_state, opt_state={})
     if config.ema_decay:
         averages = {"params": model.params, "model_state": model.model_state}
@@ -141,23 +139,23 @@ def evaluate_checkpoint(
     this folder, see `write_by_class`. Raises `InputError` if there is no such checkpoint, if it
     does not fit the config, or if the data cannot be used or have other classes.
     """
-    run = Run(config)
+    dataset = build.open_data(config)
     if out:
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"--out={out} is no folder to write to: {error}") from error
     model, state = restore_model(config, workdir, step=step)
-    pairs = zip(class_names(config, workdir, state), run.dataset.class_names, strict=True)
+    pairs = zip(class_names(config, workdir, state), dataset.class_names, strict=True)
     if renamed := [f"  {old!r} -> {new!r}" for old, new in pairs if old != new]:
         raise InputError("\n".join(["classes must be named as in training:", *renamed]))
-    source = run.eval_source
+    source = build.open_split(config, dataset, "eval_split")
     evaluation = make_evaluator(config, model, source)(state)
-    name = f"{run.dataset.name} {config.data.eval_split}"
+    name = f"{dataset.name} {config.data.eval_split}"
     results = describe(evaluation.metrics)
     print(f"step {state.step}  {results} on {len(source):,} examples of {name}")
     if out and jax.process_index() == 0:
-        names = write_by_class(epath.Path(out), evaluation, run.dataset.class_names)
+        names = write_by_class(epath.Path(out), evaluation, dataset.class_names)
         print(f"wrote {', '.join(names)} to {out}")
     return evaluation.metrics
 

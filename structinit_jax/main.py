@@ -19,11 +19,12 @@ import jax
 from absl import flags
 from etils import epy
 
-from structinit_jax import command_line, dry_run, evaluate, train
+from structinit_jax import command_line, dry_run, evaluate
 from structinit_jax.command_line import FLAGS
 from structinit_jax.errors import InputError
 from structinit_jax.training import distributed
 from structinit_jax.training.metrics import read_metrics
+from structinit_jax.training.train import train
 from structinit_jax.training.workdir import open_path, write_atomically
 
 with epy.lazy_imports():  # imports matplotlib
@@ -35,7 +36,7 @@ def define_flags() -> None:
     flags.DEFINE_enum("mode", "train", ["train", "eval"], "Train, or evaluate a checkpoint.")
     text = "Print sizes and costs without reading images or computing initial weights."
     flags.DEFINE_bool("dry_run", False, text)
-    text = "With --dry_run: devices to compile for, such as tpu-v5e:4x8 or h100:2x8."
+    text = "Devices to compile for in a dry run, such as tpu-v5e:4x8 or h100:2x8."
     flags.DEFINE_string("target", None, text)
     text = "First of four steps after the start to trace to profile/."
     flags.DEFINE_integer("profile_step", None, text, lower_bound=1)
@@ -54,36 +55,32 @@ def draw_curves(step: int, results: dict[str, float]) -> None:
     """Draws the metrics up to an evaluation."""
     if jax.process_index() == 0:
         workdir = open_path(FLAGS.workdir)
-        lines, _ = read_metrics(workdir / "metrics.jsonl", step)
+        lines = read_metrics(workdir / "metrics.jsonl", step)
         write_atomically(workdir / "curves.png", figures.png(figures.draw_curves(lines)))
 
 
 def main(overrides: command_line.Overrides) -> None:
     """Trains, evaluates or does a dry run, as the flags say; `overrides` set config fields."""
-    if FLAGS.target and not FLAGS.dry_run:
-        raise InputError(f"--target={FLAGS.target} needs --dry_run, which compiles for it")
-    if FLAGS.mode == "eval" and (FLAGS.dry_run or FLAGS.profile_step):
-        raise InputError("--dry_run and --profile_step are about training: omit --mode=eval")
-    if FLAGS.out and FLAGS.mode != "eval":
-        raise InputError(f"--out={FLAGS.out} is for the results of an evaluation: add --mode=eval")
-    if FLAGS.step and FLAGS.mode != "eval":
-        raise InputError(f"--step={FLAGS.step} is the checkpoint to evaluate: add --mode=eval")
+    evaluates = FLAGS.mode == "eval"
+    for name in ("dry_run", "target", "profile_step") if evaluates else ("step", "out"):
+        if FLAGS[name].value:
+            raise InputError(f"--{name}={FLAGS[name].value} has no effect with --mode={FLAGS.mode}")
     notes = io.StringIO()
     with contextlib.redirect_stdout(notes):
         config = command_line.read_config(overrides)
     processes = (FLAGS.coordinator_address, FLAGS.num_processes, FLAGS.process_id)
     distributed.join(*processes, FLAGS.join_timeout, FLAGS.lost_timeout)
     print(notes.getvalue(), end="")  # once: by process 0
-    if FLAGS.dry_run:
+    if FLAGS.dry_run or FLAGS.target:
         dry_run.dry_run(config, FLAGS.target)
     elif not FLAGS.workdir:
         raise InputError("--workdir is required: the output directory, such as /tmp/digits")
-    elif FLAGS.mode == "eval":
+    elif evaluates:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # else noted for a training step
         out = command_line.out_path("evaluation")
         evaluate.evaluate_checkpoint(config, FLAGS.workdir, FLAGS.step or "newest", out)
     else:
-        train.train(config, FLAGS.workdir, FLAGS.profile_step, on_evaluation=draw_curves)
+        train(config, FLAGS.workdir, FLAGS.profile_step, on_evaluation=draw_curves)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from structinit_jax.command_line import FLAGS
 from structinit_jax.data.folder import title
 from structinit_jax.errors import InputError, printable
 from structinit_jax.rngs import step_rngs
-from structinit_jax.run import Run, augmentation
-from structinit_jax.training.mesh import make_mesh
+from structinit_jax.training import build
+from structinit_jax.training.sharding import make_mesh
 
 MAX_IMAGES = 48
 COLUMNS = 8
@@ -32,16 +32,17 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
     Returns images with the normalization undone, uint8 [B, H, W, C], targets [B, classes], and the
     names of the classes.
     """
-    run = Run(config)
     data = config.data
+    dataset = build.open_data(config)
+    source = build.open_split(config, dataset, "train_split")
     mesh = make_mesh(devices=jax.devices()[:1])  # which any batch divides over
-    batch = next(run.train_batches(step - 1, step, mesh))
-    augment = jax.jit(augmentation(config, mesh))
+    batch = next(build.train_batches(config, source, mesh, step - 1, step, in_memory=False))
+    augment = jax.jit(build.make_augmentation(config, mesh))
     rng = jax.jit(step_rngs)(np.uint32(config.seed), step - 1)[0]
     images, targets = augment(rng, batch["image"], batch["label"])
     pixels = 255 * (np.asarray(images) * np.asarray(data.std) + np.asarray(data.mean))
     images = np.clip(pixels.round(), 0, 255).astype(np.uint8)
-    return images, np.asarray(targets), run.dataset.class_names
+    return images, np.asarray(targets), dataset.class_names
 
 
 def describe_target(target: np.ndarray, smoothing: float, class_names: Sequence[str]) -> str:

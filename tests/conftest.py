@@ -5,6 +5,7 @@ import io
 import os
 import resource
 import shutil
+import types
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,7 +86,7 @@ class Run(NamedTuple):
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory):
     """A run of 12 steps that the tests share; they must not write to its workdir."""
-    from structinit_jax import train
+    from structinit_jax.training import train
 
     workdir, output = tmp_path_factory.mktemp("finished_run"), io.StringIO()
     with library_promotion_rules(), contextlib.redirect_stdout(output):
@@ -106,8 +107,36 @@ def make_batch(**arrays):
     return {"image": images, "label": rng.integers(0, 10, 64, dtype=np.int32), **arrays}
 
 
+def set_up(config, devices=None):
+    """Builds what training builds, for 384 examples."""
+    from structinit_jax.training import build, state
+
+    mesh = build.make_mesh(config, devices)
+    schedule = build.make_schedule(config, 384)
+    model = build.make_model(config, mesh)
+    scheme = build.make_scheme(config, model)
+    optimizer = build.make_optimizer(config, schedule.learning_rate, model)
+    abstract_state = state.abstract_state(model, optimizer, config.ema_decay > 0)
+    abstract_batch = build.abstract_batch(config, mesh)
+    step = build.make_step(config, model, optimizer, schedule.learning_rate)
+
+    def initialize():
+        params, model_state, _ = state.initialize_model(model, scheme, config.seed)
+        return state.initialize_state(params, model_state, optimizer, abstract_state)
+
+    return types.SimpleNamespace(
+        schedule=schedule,
+        model=model,
+        initialize=initialize,
+        abstract_state=abstract_state,
+        abstract_batch=abstract_batch,
+        arguments=(abstract_state, abstract_batch, build.SEED),
+        train_step=build.jit_step(step, mesh, abstract_state),
+    )
+
+
 def place(state, setup):
-    """Puts a state from the host on the devices, as the training step of a `Setup` needs."""
+    """Puts a state from the host on the devices, as the training step of `set_up` needs."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract_state)
     return jax.device_put(state, shardings)
 

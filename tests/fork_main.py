@@ -20,7 +20,8 @@ import jaxlib.version
 
 ROOT = Path(__file__).parent.parent
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["pytest", "structinit_jax.dry_run", "structinit_jax.train"])
+MODULES = ["structinit_jax.dry_run", "structinit_jax.training.train"]
+CONTEXT.set_forkserver_preload(["pytest", *MODULES])
 # Most of the tests' time is compilation, of which the first and the last flag leave a quarter. The
 # second keeps programs from rounding differently: it leaves out fused multiply-add instructions.
 # The third keeps programs whole: splitting one takes longer than compiling its parts at once saves.
@@ -47,14 +48,15 @@ class Command:
     Args:
       arguments: What follows on the command line.
       module: The command's module, or the path of a script.
+      folder: The working directory.
       environment: Variables that differ from those of this process.
     """
 
-    def __init__(self, *arguments, module="structinit_jax.main", **environment):
+    def __init__(self, *arguments, module="structinit_jax.main", folder=ROOT, **environment):
         self.arguments = list(map(str, arguments))
         self.directory = tempfile.TemporaryDirectory()
         self.paths = [Path(self.directory.name, name) for name in ("stdout", "stderr")]
-        arguments = module, self.arguments, self.paths, ENVIRONMENT | environment
+        arguments = module, self.arguments, self.paths, folder, ENVIRONMENT | environment
         self.process = CONTEXT.Process(target=_run_module, args=arguments, daemon=True)
         self.process.start()
 
@@ -96,12 +98,13 @@ def free_port():
     raise RuntimeError("no free port found")
 
 
-def _run_module(module, arguments, paths, environment):
+def _run_module(module, arguments, paths, folder, environment):
     for number, path in enumerate(paths, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
     os.environ.update(environment)
-    os.chdir(ROOT)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
     sys.argv = [module, *arguments]
     try:
         if module.endswith(".py"):

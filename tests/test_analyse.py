@@ -17,8 +17,9 @@ from structinit_jax.attention_init.targets import convolution_maps, impulse_kern
 from structinit_jax.augment import normalize
 from structinit_jax.config import base_config, make_attention_init
 from structinit_jax.errors import InputError
-from structinit_jax.training.mesh import make_mesh
-from structinit_jax.training.state import abstract_model, find_targets, initialize_model
+from structinit_jax.training import build
+from structinit_jax.training.sharding import make_mesh
+from structinit_jax.training.state import find_targets, initialize_model
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 NUM_IMAGES = 16
@@ -50,7 +51,7 @@ def start(family):
 
 def forward(config, images):
     """Intermediates for all images at once."""
-    model = abstract_model(config.model, config.data, make_mesh(devices=jax.devices()[:1]))
+    model = build.make_model(config, make_mesh(devices=jax.devices()[:1]))
     *weights, _ = initialize_model(model, make_attention_init(config), config.seed)
     model = nnx.merge(model.graphdef, *weights)
     images = normalize(jnp.asarray(images), tuple(config.data.mean), tuple(config.data.std))
@@ -95,7 +96,7 @@ def test_targets_are_those_that_the_solve_reaches():
     config.model.depth = 2
     config.attention_init = dict(name="impulse_mimetic", target_mass=0.5)
     images = collect.read_images(config, NUM_IMAGES)
-    model = abstract_model(config.model, config.data, make_mesh(devices=jax.devices()[:1]))
+    model = build.make_model(config, make_mesh(devices=jax.devices()[:1]))
     index, targets = find_targets(model, make_attention_init(config), config.seed)["blocks"]
     np.testing.assert_array_equal(targets, convolution_maps(impulse_kernels(3), (4, 4)))
     params, state, _ = initialize_model(model, make_attention_init(config), config.seed)
@@ -125,7 +126,7 @@ def test_images_are_shifted_by_whole_tokens_in_all_stages():
     config = make_config("swin")
     config.data.image_size, config.model.patch_size = 15, 2  # 7×7 and 4×4 tokens
     images = collect.read_images(config, NUM_IMAGES)
-    model = abstract_model(config.model, config.data, make_mesh(devices=jax.devices()[:1]))
+    model = build.make_model(config, make_mesh(devices=jax.devices()[:1]))
     params, state, _ = initialize_model(model, make_attention_init(config), config.seed)
 
     def silence(path, leaf):
@@ -143,7 +144,7 @@ def test_models_with_token_mixing_are_refused():
 
 def test_the_inputs_of_a_convmixer_have_a_stable_rank(tmp_path):
     config, images, snapshot = start("convmixer")
-    model = abstract_model(config.model, config.data, make_mesh(devices=jax.devices()[:1]))
+    model = build.make_model(config, make_mesh(devices=jax.devices()[:1]))
     *weights, _ = initialize_model(model, make_attention_init(config), config.seed)
     model = nnx.merge(model.graphdef, *weights)
     out = model(normalize(jnp.asarray(images), (0.3,), (0.4,)))[1]

@@ -16,7 +16,7 @@ from etils import epath
 from structinit_jax.errors import InputError
 from structinit_jax.training import checkpoint
 from structinit_jax.training import checkpoint_files as files_lib
-from structinit_jax.training.mesh import make_mesh, replicated, shard
+from structinit_jax.training.sharding import make_mesh, replicated, shard
 from structinit_jax.training.state import TrainState
 
 # TensorStore may call back into the event loop of a failed save or restore, which is closed.
@@ -270,18 +270,13 @@ def test_files_of_the_state_that_no_index_names_are_noticed(directory, capsys):
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        *[("run.json", {"num_indexes": number}) for number in (0, -1, "1", 10**9)],
-        *[("run.json", {"accuracy": value}) for value in ("high", float("nan"), 2)],
-        *[("run.json", {field: 3}) for field in ("config", "class_names", "evaluation")],
-        *[("run.json", {"step": "12"}), ("run.json", {"class_names": ["a", 1]})],
         *[(name, text) for name in ("run.json", "index_0.json") for text in (b"[1]", b"{}", b"3")],
         *[(name, b"[" * 100_000) for name in ("run.json", "index_0.json")],
-        *[("run.json", b"9" * 5000), ("index_0.json", b"\xff\xfe")],
         *[("index_0.json", {"files": files}) for files in ({}, [], {"state/a": 1})],
-        ("index_0.json", {"run": 3}),
+        ("run.json", {"version": files_lib.VERSION + 1}),
     ],
 )
-def test_valid_checksums_around_wrong_json_are_noticed(directory, name, content, capsys):
+def test_valid_checksums_around_other_json_are_noticed(directory, name, content, capsys):
     path = directory / "12" / name
     write_json(path, content if isinstance(content, bytes) else read_json(path) | content)
     assert checkpoint.find_step(directory) == 8
@@ -296,26 +291,6 @@ def test_steps_that_are_no_int32_are_not_ours(directory):
     )
     assert checkpoint.find_step(directory) == 12
     assert checkpoint.find_step(directory, "9" * 5000) is None
-
-
-@pytest.mark.parametrize("name", ["_METADATA", "params.kernel/.zarray"])
-@pytest.mark.parametrize("content", [b"{}", b"[1]", b"garbage"])
-def test_a_state_that_orbax_cannot_read_is_named(directory, name, content):
-    folder = directory / "12"
-    (folder / "state" / name).write_bytes(content)
-    index = read_json(folder / "index_0.json")
-    index["files"][f"state/{name}"] = files_lib.digest_of(epath.Path(folder / "state" / name))
-    write_json(folder / "index_0.json", index)
-    assert checkpoint.find_step(directory) == 12
-    with pytest.raises(InputError, match=str(folder)):
-        checkpoint.restore(directory, 12, ABSTRACT)
-
-
-def test_pipes_and_devices_are_not_read(directory):
-    for step, name in (("12", ARRAY), ("8", "run.json")):
-        (directory / step / name).unlink()
-        os.mkfifo(directory / step / name)
-    assert checkpoint.find_step(directory) == 4
 
 
 def test_nothing_is_written_or_deleted_through_a_link(directory, tmp_path):
@@ -418,7 +393,7 @@ def test_the_newest_the_best_or_any_checkpoint_is_found(directory, capsys):
     steps = {wanted: checkpoint.find_step(directory, wanted) for wanted in ("newest", "best", "8")}
     assert steps == {"newest": 12, "best": 4, "8": 8}
     assert checkpoint.find_step(directory, "5") is None
-    with pytest.raises(InputError, match=r"--step=last must be 'newest', 'best' or the number"):
+    with pytest.raises(InputError, match=r"step=last must be 'newest', 'best' or the number"):
         checkpoint.find_step(directory, "last")
     flip_byte(directory / "4" / "run.json")  # the accuracy, too, counts only if it is intact
     assert checkpoint.find_step(directory, "best") == 8

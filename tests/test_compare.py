@@ -11,15 +11,16 @@ import fork_main
 import pytest
 from PIL import Image
 
-from structinit_jax import compare, train
+from structinit_jax import compare
 from structinit_jax.compare import report, train_grid
 from structinit_jax.data.source import digest
 from structinit_jax.errors import InputError, StoppedError
-from structinit_jax.run import Run
+from structinit_jax.training import train
 from structinit_jax.training.workdir import lock_workdir
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
-OPENED = {}
+DESCRIBED = {}
+describe_setting = train_grid.describe_setting
 ACCURACIES = {"default": (0.1, 0.5), "impulse": (0.6, 0.8), "mimetic": (0.3, 0.4)}
 
 
@@ -43,16 +44,17 @@ def fake_train(config, workdir, trained, stop_request=None, on_evaluation=None):
         raise RuntimeError("out of memory | while training\nand more")
 
 
-def open_once(config):
-    """Opens equal configs once: tracing takes most of a comparison's time here."""
-    return OPENED.get(config.to_json()) or OPENED.setdefault(config.to_json(), Run(config))
+def describe_once(name, config):
+    """Describes equal settings once: tracing takes most of a comparison's time here."""
+    key = (config.to_json(), train_grid.digest)
+    return DESCRIBED.get(key) or DESCRIBED.setdefault(key, describe_setting(name, config))
 
 
 @pytest.fixture
 def start(tiny_config, tmp_path, monkeypatch):
     """Starts a comparison; returns how many runs failed, and which were trained."""
     tiny_config.lock()
-    monkeypatch.setattr(train_grid, "Run", open_once)
+    monkeypatch.setattr(train_grid, "describe_setting", describe_once)
 
     def run_grid(
         schemes, seeds=(0, 1, 2), config=tiny_config, train=fake_train, axes=None, **options

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import jax
 import pytest
+from conftest import set_up
 
 from structinit_jax import command_line
 from structinit_jax.attention_init import SCHEMES
 from structinit_jax.compare import train_grid
-from structinit_jax.config import load_config, make_attention_init, validate
+from structinit_jax.config import load_config, validate
 from structinit_jax.data.datasets import CATALOG
 from structinit_jax.data.source import split_size
-from structinit_jax.run import set_up
-from structinit_jax.training.mesh import make_mesh
-from structinit_jax.training.state import abstract_model, check_attention_init
+from structinit_jax.training import build
+from structinit_jax.training.sharding import make_mesh
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
@@ -112,16 +112,6 @@ def test_commands_and_flags_in_the_docstring_work(path):
         validate(config)
 
 
-def test_the_config_for_image_folders_is_valid(tmp_path):
-    page = (ROOT / "docs" / "data.md").read_text()
-    shown = re.search(r"<!-- my_config\.py -->\n```python\n(.*?)```", page, re.DOTALL)[1]
-    path = tmp_path / "my_config.py"
-    path.write_text(shown)
-    config = load_config(path)
-    validate(config)
-    assert config.data.image_size % config.model.patch_size == 0
-
-
 @pytest.mark.usefixtures("library_promotion")
 @each_file
 def test_every_scheme_fits_its_family(path):
@@ -130,16 +120,14 @@ def test_every_scheme_fits_its_family(path):
         for config in load_rows(path).values()
     }
     for config in distinct.values():
-        check_attention_init(
-            make_attention_init(config), abstract_model(config.model, config.data, make_mesh())
-        )
+        build.make_scheme(config, build.make_model(config, make_mesh()))
 
 
 @pytest.mark.usefixtures("library_promotion")
 @pytest.mark.parametrize("name", ["vit_2024_imagenet", "vit_2025_imagenet"])
 def test_a_training_step_can_be_traced(name):
     config = load_config(ROOT / "configs" / f"{name}.py")
-    setup = set_up(config, 10_000)
+    setup = set_up(config)
     before = setup.abstract_state
     after, metrics = jax.eval_shape(setup.train_step, *setup.arguments)
     assert metrics["loss"].shape == ()

@@ -10,9 +10,8 @@ import fork_main
 import numpy as np
 import pytest
 
-from structinit_jax import train
 from structinit_jax.errors import InputError
-from structinit_jax.training import distributed, workdir
+from structinit_jax.training import distributed, train, workdir
 
 TINY = [
     *fork_main.TINY,

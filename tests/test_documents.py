@@ -1,48 +1,196 @@
-"""Links, commands and examples of the pages in Markdown."""
+"""The pages in Markdown: links, fields and modules exist; examples and commands run as written."""
 
 import re
+import shlex
+from pathlib import Path
 
 import fork_main
 import pytest
 from flax import nnx
+from flax.traverse_util import flatten_dict
+from PIL import Image
 
-FOLDERS = ("*.md", "docs/*.md", "benchmarks/**/*.md", "launch/**/*.md", "structinit_jax/**/*.md")
-PAGES = [path for folder in FOLDERS for path in fork_main.ROOT.glob(folder)]
+from structinit_jax import attention_init, models
+from structinit_jax.config import base_config, scheme_options, validate
+
+ROOT = fork_main.ROOT
+FOLDERS = ("*.md", "docs/*.md", "launch/**/*.md", "structinit_jax/**/*.md")
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for folder in (*FOLDERS, "benchmarks/**/*.md")
+    for path in ROOT.glob(folder)
+}
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
+FIELDS = {
+    *(
+        field
+        for name in models.FAMILIES
+        for field in flatten_dict(base_config(name).to_dict(), sep=".")
+    ),
+    *(f"attention_init.{x}" for name in attention_init.SCHEMES for x in scheme_options(name)),
+}
 
 
-def anchors(page):
+def anchors(text):
     """Returns the anchors that GitHub gives to the headings of a page."""
-    headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", text).lower().replace(" ", "-") for text in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(fork_main.ROOT)))
-def test_links_and_commands_lead_somewhere(page):
-    text = page.read_text()
+@pytest.mark.parametrize("page", PAGES)
+def test_links_modules_and_fields_exist(page):
+    text = PAGES[page]
     for path, anchor in LINK.findall(text):
-        target = page.parent / path if path else page
+        target = (ROOT / page).parent / path if path else ROOT / page
         assert target.exists(), path
-        assert not anchor or anchor in anchors(target), (path, anchor)
+        assert not anchor or anchor in anchors(target.read_text()), (path, anchor)
     for module in re.findall(r"-m (structinit_jax[a-z_.]*[a-z_])\b", text):
-        path = fork_main.ROOT / module.replace(".", "/")
+        path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+    if not page.startswith("benchmarks"):  # whose results may be those of earlier versions
+        fields = re.findall(r"--config\.([a-z_][\w.]*\w)", text)
+        assert not [field for field in fields if field not in FIELDS]
+
+
+# -- examples in Python ----------------------------------------------------------------------------
+
+
+EXAMPLES = {  # by the comment before them, or else by page and number
+    name or f"{page} {number}": code
+    for page, text in PAGES.items()
+    for number, (name, code) in enumerate(
+        re.findall(r"(?:<!-- (\w+)\.py -->\n)?```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    )
+}
+IN_TEST_PLUGINS = ("mine", "early_stopping", "log_to_wandb", "class_weights")
+LINEN = """
+import jax
+from flax import linen
+
+class Block(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.MultiHeadDotProductAttention(num_heads=2)(x, x)
+
+class Transformer(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return Block(name="encoderblock_0")(x)
+
+class Model(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return Transformer(name="Transformer")(x)
+
+model = Model()
+images = jax.numpy.ones((1, 4, 8))
+params = model.init(jax.random.key(0), images)["params"]
+"""
+TIMM_FILE = """
+from flax import nnx
+from safetensors.numpy import save_file
+import structinit_jax as si
+from structinit_jax.models import create_model, default_config
+
+model = create_model(default_config("vit_tiny_patch16_224"), channels=3, rngs=nnx.Rngs(1))
+save_file(si.to_timm(model), "vit_tiny_patch16_224.safetensors")
+"""
+TIMM_MAPS = """
+import timm, torch
+
+model = timm.create_model("vit_tiny_patch16_224", depth=2)
+images = torch.zeros(1, 3, 224, 224)
+"""
+TIMM_ROPE = """
+import timm
+
+model = timm.create_model("vit_small_patch16_rope_224", depth=1)
+"""
+TINY_IMAGENET = """
+from pathlib import Path
+
+folder = Path("tiny-imagenet-200/val/images")
+folder.mkdir(parents=True)
+(folder / "a.jpg").touch()
+(folder.parent / "val_annotations.txt").write_text("a.jpg\\tn01\\t0\\t0\\t9\\t9\\n")
+"""
+# What an example needs beforehand, by a part of it.
+GIVEN = {
+    "intercept_methods": LINEN,
+    "load_file": TIMM_FILE,
+    "si.torch_maps(": TIMM_MAPS,
+    "model.rope": TIMM_ROPE,
+    "tiny-imagenet": TINY_IMAGENET,
+}
 
 
 @pytest.mark.usefixtures("library_promotion")
-@pytest.mark.parametrize(
-    ("page", "name"),
-    [
-        ("README.md", "site"),
-        ("README.md", "model"),
-        ("docs/extending.md", "filters"),
-        ("structinit_jax/interop/README.md", "flax"),
-    ],
-)
-def test_the_examples_run(page, name):
-    readme = (fork_main.ROOT / page).read_text()
-    code = re.search(rf"<!-- {name}\.py -->\n```python\n(.*?)```", readme, re.DOTALL)[1]
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in IN_TEST_PLUGINS])
+def test_an_example_runs(name, request, tmp_path, monkeypatch):
+    code = EXAMPLES[name]
+    given = "".join(text for part, text in GIVEN.items() if part in code)
+    if needs_timm := re.search(r"^import .*\btimm\b", given + code, re.MULTILINE):
+        pytest.importorskip("timm")
+    monkeypatch.chdir(tmp_path)
+    if name == "predict":
+        Path("DIR").symlink_to(request.getfixturevalue("finished_run").workdir)
+        Image.new("L", (8, 8)).save("image.jpg")
     values = {}
-    nnx.eval_shape(lambda: exec(code, values))  # traced, which takes a tenth of the time
+    exec(given, values)
+    if given or needs_timm or name == "predict":
+        exec(code, values)
+    else:
+        nnx.eval_shape(lambda: exec(code, values))  # traced, which takes a tenth of the time
     if name == "site":
         assert values["weights"].query.shape == (12, 192, 3, 64)
+    if name == "my_config":
+        validate(values["get_config"]())
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+
+# They download data, or train for hours.
+LEFT_OUT = ("pip", "ruff", "pytest", "#!", "exec", "--name=cifar10", "--table=", "--seeds=")
+SMALL = [*fork_main.TINY[1:], "--config.data.image_size=8", "--config.num_steps=2"]
+# What is appended to a command with this part, so that it takes a second or two.
+QUICK = {
+    "structinit_jax.main": SMALL,
+    "structinit_jax.analyse": SMALL,
+    "fashion_mnist": ["--config.data.name=digits"],
+}
+
+
+def commands(page):
+    """Returns the commands in the blocks of a page."""
+    text = PAGES[page].replace("\\\n", " ")
+    blocks = re.findall(r"^```(?:bash|sh)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in re.split(r"\n| && ", block)]
+    return [line for line in lines if line and not any(part in line for part in LEFT_OUT)]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p[:5] != "bench" and commands(p)])
+def test_the_commands_run(page, request, tmp_path):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for name in ("mine", "my_config"):
+        (tmp_path / f"{name}.py").write_text(EXAMPLES[name])
+    if page == "docs/training.md":
+        (tmp_path / "DIR").symlink_to(request.getfixturevalue("finished_run").workdir)
+    elif page != "docs/extending.md":  # which trains in DIR
+        for path in ("train", "val"):
+            for number in range(6):
+                folder = tmp_path / "DIR" / path / str(number)
+                folder.mkdir(parents=True)
+                Image.new("RGB", (8, 8), (40 * number, 9, 9)).save(folder / "image.jpg")
+        Image.new("RGB", (8, 8)).save(tmp_path / "photo.jpg")
+    for command in commands(page):
+        python, option, module, *words = shlex.split(command.replace("/tmp", str(tmp_path)))
+        assert python == "python"
+        if option == "-c":
+            script = tmp_path / "script.py"
+            script.write_text(module)
+            module = script
+        for part, more in QUICK.items():
+            words += more if part in command else []
+        result = fork_main.run(*words, module=str(module), folder=tmp_path)
+        assert result.returncode == 0, (command, result.stderr)

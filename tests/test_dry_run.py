@@ -1,6 +1,5 @@
 import platform
 import re
-import subprocess
 import sys
 
 import jax
@@ -100,7 +99,7 @@ def test_split_weights_are_gathered_twice_and_each_gradient_is_reduced_once(tiny
     (row,) = re.findall("collectives +(.*)", capsys.readouterr().out)
     sizes = {kind: int(size) for kind, size in re.findall(r"(\S+) (\d+) MiB", row)}
     assert sizes["all-gather"] == 2 * 3  # a TPU multiplies in bfloat16, and XLA gathers it
-    assert sizes["all-reduce"] + sizes["reduce-scatter"] == 6
+    assert sizes["all-reduce"] == 6
 
 
 @needs_libtpu
@@ -126,13 +125,6 @@ def test_slices_of_several_hosts_have_their_devices():
     target = find_target("tpu-v4:2x2x4")
     assert len(target.devices) == 16  # one a chip, not one a core
     assert {device.process_index for device in target.devices} == set(range(4))
-
-
-@needs_libtpu
-def test_several_processes_compile_for_tpus_at_once():
-    program = "from structinit_jax.dry_run import find_target; find_target('tpu-v5e:2x2')"
-    find_target("tpu-v5e:2x2")
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from flax import nnx
 from PIL import Image
 from tfds_sets import write_small_set
 
-from structinit_jax import evaluate, run
+from structinit_jax import evaluate
+from structinit_jax.data import datasets
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.errors import InputError
-from structinit_jax.models import model as model_lib
-from structinit_jax.training import checkpoint, checkpoint_files
+from structinit_jax.training import checkpoint, checkpoint_files, sharding
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -34,7 +34,7 @@ def test_a_checkpoint_is_evaluated_on_another_data_set(run_config, finished_run,
 
 
 def test_weights_are_split_over_the_devices_that_there_are(run_config, finished_run, monkeypatch):
-    monkeypatch.setattr(model_lib, "MIN_SIZE_TO_SHARD", 1)
+    monkeypatch.setattr(sharding, "MIN_SIZE_TO_SHARD", 1)
     run_config.update(fsdp=4, batch_size=20)  # neither fits six devices
     devices = jax.devices()[:6]
     model, state = evaluate.restore_model(run_config, finished_run.workdir, devices)
@@ -77,7 +77,7 @@ def test_data_with_other_classes_are_refused(run_config, finished_run, monkeypat
     dataset = open_dataset("digits")
     names = ["1", "0", *dataset.class_names[2:]]
     other = dataclasses.replace(dataset, class_names=names)
-    monkeypatch.setattr(run, "open_dataset", lambda *_: other)
+    monkeypatch.setattr(datasets, "open_dataset", lambda *_: other)
     with pytest.raises(InputError, match=r"as in training:\n  '0' -> '1'\n  '1' -> '0'$"):
         evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
 

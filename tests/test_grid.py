@@ -59,7 +59,6 @@ def test_a_setting_has_one_name_however_it_is_written(tiny_config):
         ("model.depth=x", r"config\.model\.depth=x must be of type int"),
         ("learning_rate=1e-3,0.001", r"learning_rate=0\.001 twice"),
         ("attention_init.nrm=1", r"--grid=attention_init\.nrm"),
-        ("attention_init.norm=1", r"attention_init\.norm was removed: .*target_mass"),
         ("seed=1,2", "use --seeds=N"),
         ("model.depth", "model.num_heads=3,6"),
         ("model.depth=1 model.depth=2", r"--grid=model\.depth is given twice"),

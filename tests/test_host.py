@@ -6,7 +6,7 @@ import pytest
 from foreign_models import normal_scheme, read, site_of, state_dict, write
 
 from structinit_jax import interop
-from structinit_jax.attention_init import AttentionWeights, impulse, sincos_positions
+from structinit_jax.attention_init import AttentionWeights, sincos_positions
 from structinit_jax.errors import InputError
 
 HEADS, WIDTH, GRID = 3, 192, (14, 14)
@@ -123,18 +123,6 @@ def test_a_sequence_of_tokens_is_a_grid_of_one_row():
     assert site_of(params, num_heads=HEADS, grid=(1, 16)).grid == (1, 16)
     new = write(params, AttentionWeights(patch_bias=np.ones(WIDTH)), num_heads=HEADS, grid=(1, 16))
     assert new["patch_embed.proj.bias"].all()
-
-
-@pytest.mark.parametrize(
-    ("message", "scheme", "rng"),
-    [
-        (r"^attention_init=impulse must .* impulse\(\)", impulse, RNG),
-        ("^rng of type .* must be one", normal_scheme, jax.random.split(RNG)),
-    ],
-)
-def test_schemes_and_keys_that_are_none_are_refused(message, scheme, rng):
-    with pytest.raises(InputError, match=message):
-        interop.initialize(state_dict("timm"), scheme, rng, num_heads=HEADS)
 
 
 def test_rotary_positions_beside_a_table_are_reported():

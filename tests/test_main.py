@@ -7,7 +7,6 @@ import signal
 import time
 
 import fork_main
-import pytest
 
 PREEMPTED = 75  # EX_TEMPFAIL, on which launch scripts start the command again
 
@@ -87,22 +86,3 @@ def test_a_run_is_evaluated_and_exported_by_its_workdir(finished_run, tmp_path):
     assert {path.name for path in folder.iterdir()} == {
         *("class_map.pkl", "config.json", "model.safetensors")
     }
-
-
-@pytest.mark.slow
-def test_the_readme_command_trains_from_nothing_and_evaluates(tmp_path):
-    """Two epochs in place of twenty, from a machine that holds no data."""
-    readme = (fork_main.ROOT / "README.md").read_text()
-    command = re.search(r"&& python -m structinit_jax\.main (.*)", readme)[1]
-    arguments = [
-        *command.split(),
-        "--config.num_epochs=2",
-        f"--workdir={tmp_path / 'digits'}",
-    ]
-    optimized = dict(XLA_FLAGS="")  # so many steps are worth the compilation
-    result = fork_main.run(*arguments, timeout=600, **optimized)
-    assert result.returncode == 0, result.stderr
-    accuracy = float(re.search(r"done: accuracy ([\d.]+)", result.stdout)[1])
-    assert accuracy >= 0.3  # 0.1 by chance
-    evaluated = fork_main.run(*arguments, "--mode=eval", **optimized)
-    assert f"eval accuracy {accuracy:.4f} on 359 examples of digits test" in evaluated.stdout

@@ -1,5 +1,4 @@
 import json
-import time
 
 import jax.numpy as jnp
 import pytest
@@ -8,7 +7,7 @@ from tensorboardX import proto
 
 from structinit_jax.errors import InputError
 from structinit_jax.training import metrics as metrics_lib
-from structinit_jax.training.metrics import MetricsLog, PendingMetrics, Progress, StepTrace, average
+from structinit_jax.training.metrics import MetricsLog, Progress, StepTrace, average
 
 
 def lines(workdir):
@@ -64,33 +63,20 @@ def test_resuming_removes_the_steps_that_will_be_repeated(is_url, tmp_path, monk
     assert sorted(restarts) == [0, 5]  # TensorBoard drops what earlier runs wrote from there on
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_full_disk_costs_only_the_events(tmp_path):
-    # An event takes some 40 bytes, and a number in a line of JSON 10.
-    values = dict.fromkeys("abcdefghijklmnopqrst", 1.0)
+def test_a_full_disk_delays_only_the_events(tmp_path):
+    # An event takes some 40 bytes, and a line of JSON half as much.
     log = MetricsLog(tmp_path, 0)
-    with small_files_only(10_000):
+    with small_files_only(600):
         for step in range(20):
-            log.write(step, values)
-        thread = log._events.file_writer.event_writer._worker
-        deadline = time.monotonic() + 10
-        while thread.is_alive():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        for step in range(20, 40):
-            log.write(step, values)
-        log.close()
-    assert [line["step"] for line in lines(tmp_path)] == list(range(40))
-    log._events.close()  # as it does on exit, when there is room again
+            log.write(step, {"a": 1.0})
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    assert path.stat().st_size == 600
+    log.close()  # there is room again
+    assert [line["step"] for line in lines(tmp_path)] == list(range(20))
+    assert [e.step for e in read_events(path) if e.summary.value] == list(range(20))
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        *(b"", b"3", b"[1]", b"[" * 100_000, b"\xff\xfe", b'{"step": 3, "x'),
-        *(b'{"x": 1}', b'{"step": "3"}', b'{"step": 3, "x": []}'),
-    ],
-)
+@pytest.mark.parametrize("damage", [b"", b"3", b"[" * 100_000, b"\xff\xfe", b'{"x": 1}'])
 def test_a_damaged_line_is_left_out_and_named(damage, tmp_path, capsys):
     log = MetricsLog(tmp_path, 0)
     for step in (2, 4, 6):
@@ -99,10 +85,10 @@ def test_a_damaged_line_is_left_out_and_named(damage, tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     before = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([before[0], damage + b"\n", *before[1:]]))
-    assert metrics_lib.read_metrics(path, 4) == ([json.loads(x) for x in before[:2]], [2])
+    assert metrics_lib.read_metrics(path, 4) == [json.loads(x) for x in before[:2]]
     MetricsLog(tmp_path, 6).close()
     assert path.read_bytes() == b"".join(before)
-    assert f"{path}: left out lines that cannot be read: [2]\n" in capsys.readouterr().out
+    assert f"{path}: line 2 cannot be read\n" in capsys.readouterr().out
 
 
 def test_metrics_are_not_written_through_links(tmp_path):
@@ -111,11 +97,6 @@ def test_metrics_are_not_written_through_links(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "rc")
     MetricsLog(tmp_path, 0).close()
     assert (tmp_path / "rc").read_text() == "rc"
-    trace = StepTrace(tmp_path, first_step=1)
-    (tmp_path / "profile" / "plugins").mkdir(parents=True)
-    (tmp_path / "profile" / "plugins" / "profile").symlink_to(tmp_path / "photos")
-    with pytest.raises(InputError, match="profile is a symbolic link"):
-        trace.after(0, None)
     for path in (tmp_path / "tensorboard").iterdir():
         path.unlink()
     (tmp_path / "tensorboard").rmdir()
@@ -126,17 +107,10 @@ def test_metrics_are_not_written_through_links(tmp_path):
 
 
 def test_metrics_are_averaged_over_steps():
-    pending = PendingMetrics()
-    for step in range(1, 7):
-        metrics = {
-            "loss": jnp.float32(0.1 * step),
-            "learning_rate": jnp.float32(0.01 * step),
-            "finite": jnp.bool(True),
-        }
-        pending.add(step, metrics)
-    steps = pending.fetch()
-    assert list(steps) == [1, 2, 3, 4, 5, 6]
-    assert pending.fetch() == {}
+    steps = {
+        step: {"loss": 0.1 * step, "learning_rate": 0.01 * step, "finite": True}
+        for step in range(1, 7)
+    }
     assert average(steps) == {
         "train/loss": pytest.approx(0.35),
         "train/learning_rate": pytest.approx(0.06),
@@ -164,22 +138,6 @@ def test_speed_and_time_left_are_those_of_training_alone(monkeypatch, capsys):
     )
     now[0] += 1
     assert progress.measure(101)["checkpoint_wait"] == 0.0
-
-
-@pytest.mark.parametrize("logged", [False, True])
-def test_the_time_left_is_estimated_before_the_first_log_line(monkeypatch, capsys, logged):
-    now = [0.0]
-    monkeypatch.setattr(metrics_lib.time, "perf_counter", lambda: now[0])
-    progress = Progress(10, 1010, 10.0, 64)
-    now[0] += 60  # the first step waits for the compiler
-    progress.estimate(11, began=-5.0)
-    assert capsys.readouterr().out == "first step after 65.0 s\n"
-    now[0] += 6
-    if logged:
-        progress.measure(13)
-    progress.estimate(14, began=-5.0)
-    expected = "2 s per step: 0:33:12 left, plus evaluations\n"  # 996 steps
-    assert capsys.readouterr().out == ("" if logged else expected)
 
 
 def test_a_trace_ends_after_four_steps(tmp_path, capsys):

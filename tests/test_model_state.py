@@ -5,13 +5,12 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from conftest import library_promotion_rules, make_batch, make_tiny_config, place
+from conftest import library_promotion_rules, make_batch, make_tiny_config, place, set_up
 
-from structinit_jax import evaluate, train
+from structinit_jax import evaluate
 from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
-from structinit_jax.run import set_up
-from structinit_jax.training import checkpoint
+from structinit_jax.training import checkpoint, train
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -33,13 +32,13 @@ def config():
 @pytest.fixture(scope="module")
 def setup():
     with library_promotion_rules():
-        return set_up(make_config(), 384)
+        return set_up(make_config())
 
 
 @pytest.fixture(scope="module")
 def first_state(setup):
     with library_promotion_rules():
-        return jax.device_get(setup.initialize()[0])
+        return jax.device_get(setup.initialize())
 
 
 def test_steps_update_statistics_but_not_fixed_filters(setup, first_state):
@@ -61,7 +60,7 @@ def test_one_and_eight_devices_normalize_by_the_global_batch(
 ):
     one_device = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda: one_device)
-    single = set_up(config, 384)
+    single = set_up(config)
     assert (setup.model.mesh.size, single.model.mesh.size) == (8, 1)
     state, single_state = place(first_state, setup), place(first_state, single)
     batch = make_batch()

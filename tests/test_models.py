@@ -16,7 +16,7 @@ from tiny_models import EVERYWHERE, SIZES, make, train_fn
 from structinit_jax import attention_init
 from structinit_jax.errors import InputError
 from structinit_jax.models import VARIANTS, check_fields, create_model, default_config
-from structinit_jax.models.model import is_stacked
+from structinit_jax.training.sharding import is_stacked
 from structinit_jax.training.state import split_model
 
 COUNTS = json.loads((Path(references.__file__).parent / "parameter_counts.json").read_text())

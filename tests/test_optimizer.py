@@ -9,9 +9,11 @@ from flax import nnx
 from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
 from structinit_jax.models import create_model, default_config
+from structinit_jax.models.model import Model
 from structinit_jax.models.timm import to_timm
-from structinit_jax.training.optimizer import decay_mask, make_optimizer, make_schedule
-from structinit_jax.training.state import split_model
+from structinit_jax.training import build
+from structinit_jax.training.sharding import make_mesh
+from structinit_jax.training.state import AbstractModel, abstract_model
 
 REFERENCE = references.load("train_script")
 
@@ -37,27 +39,51 @@ MODELS = {
 def test_weight_decay_applies_to_the_same_weights_as_in_timm(family):
     options = default_config(family) | {"num_classes": 5, "width": 16} | MODELS[family]
     size = options.pop("image_size")
-    model = nnx.eval_shape(
-        lambda: create_model(options, image_size=size, channels=3, rngs=nnx.Rngs(0))
-    )
-    graphdef, params, model_state = split_model(model)
+
+    def create(rng):
+        return create_model(options, image_size=size, channels=3, rngs=nnx.Rngs(params=rng))
+
+    model = abstract_model(create, make_mesh())
     fill = {True: jnp.ones, False: jnp.zeros}
-    mask = decay_mask(params)
-    assert jax.tree.leaves(decay_mask(nnx.state(model, nnx.Param))) == jax.tree.leaves(mask)
-    marks = jax.tree.map(lambda leaf, decay: fill[decay](leaf.shape), params, mask)
-    rest = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), model_state)
-    ours = to_timm(nnx.merge(graphdef, marks, rest))
+    marks = jax.tree.map(lambda leaf, decay: fill[decay](leaf.shape), model.params, model.decayed)
+    rest = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), model.model_state)
+    ours = to_timm(nnx.merge(model.graphdef, marks, rest))
     names, decayed = (REFERENCE[f"{key}/{family}"] for key in ("names", "decayed"))
     for name, expected in zip(names, decayed, strict=True):
         np.testing.assert_array_equal(ours[str(name)], float(expected), err_msg=name)
 
 
-def test_updates_are_clipped_adamw(library_promotion):
+class Scaled(Model):
+    """A model of the user's own, which says what decays."""
+
+    def __init__(self):
+        self.matrix = nnx.Param(jnp.ones((2, 2)))
+        self.norm = nnx.Param(jnp.ones(2))
+
+    def decays(self, path):
+        return path == ["matrix"]
+
+
+def test_a_model_may_say_what_decays():
+    model = abstract_model(lambda rng: Scaled(), make_mesh())
+    assert model.decayed == {"matrix": True, "norm": False}
+
+
+def make_optimizer(learning_rate, decayed=None, stacks=(), **fields):
+    """The optimizer of a config with these fields, for a model with these marks and stacks."""
     config = base_config()
-    config.update(clip_norm=0.5, weight_decay=0.1, adam_b2=0.9, adam_epsilon=1e-3)
+    config.update(**fields)
+    model = AbstractModel(*[None] * 5, stacks=stacks, decayed=decayed)
+    return build.make_optimizer(config, learning_rate, model)
+
+
+def test_updates_are_clipped_adamw(library_promotion):
+    fields = dict(clip_norm=0.5, weight_decay=0.1, adam_b2=0.9, adam_epsilon=1e-3)
     params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
     grads = jax.tree.map(lambda x: 3 * x, params)
-    ours = make_optimizer("adamw", lambda step: 0.1 * (1 + step), dict(config), ())
+    ours = make_optimizer(
+        lambda step: 0.1 * (1 + step), decayed={"kernel": True, "bias": False}, **fields
+    )
     update, state = ours.update(grads, ours.init(params), params)
     clip = 0.5 / optax.tree.norm(grads)
     # The first step of Adam: both moments, bias-corrected, are the gradient and its square.
@@ -80,26 +106,29 @@ def test_updates_are_clipped_adamw(library_promotion):
         (384, {"num_steps": 7}, 7, {6, 7}),
         (384, {"eval_every_epochs": 100.0}, 12, {12}),
         (10, {"num_epochs": 1.0}, 1, {1}),
-        (120, {"num_epochs": 4.0, "drop_remainder": True}, 4, {1, 2, 3, 4}),
+        (120, {"num_epochs": 4.0, "data.drop_remainder": True}, 4, {1, 2, 3, 4}),
     ],
 )
 def test_epochs_become_steps(num_examples, fields, steps, evaluations):
-    whole = fields.pop("drop_remainder", False)
-    fields = dict(base_config(), batch_size=64, num_epochs=2.0, eval_every_epochs=1.0) | fields
-    schedule = make_schedule(num_examples, fields, drop_remainder=whole)
+    config = base_config()
+    config.update(batch_size=64, num_epochs=2.0, eval_every_epochs=1.0)
+    config.update_from_flattened_dict(fields)
+    schedule = build.make_schedule(config, num_examples)
     assert schedule.num_steps == steps
     assert schedule.eval_steps == evaluations
+    whole = config.data.drop_remainder
     assert schedule.steps_per_epoch == (num_examples // 64 if whole else num_examples / 64)
 
 
 def test_an_epoch_without_a_whole_batch_is_refused():
     config = base_config()
-    with pytest.raises(InputError, match=r"config\.data\.drop_remainder=True .*127 training ex"):
-        make_schedule(127, dict(config), drop_remainder=True)
+    config.data.drop_remainder = True
+    with pytest.raises(InputError, match=r"config\.data\.drop_remainder=True"):
+        build.make_schedule(config, 127)
 
 
-def test_an_optimizer_gets_the_fields_that_its_parameters_name():
-    lion = make_optimizer("optax:lion", lambda step: 0.1, dict(base_config()), ())
+def test_an_optimizer_of_ones_own_gets_the_fields_that_its_parameters_name():
+    lion = make_optimizer(lambda step: 0.1, optimizer="optax:lion", weight_decay=0.05)
     update, _ = lion.update(jnp.ones(2), lion.init(jnp.ones(2)), jnp.ones(2))
     np.testing.assert_allclose(update, -0.1 * (1 + 0.05), rtol=1e-5)
 
@@ -132,8 +161,9 @@ def test_an_optimizer_of_optax_sees_one_layer_at_a_time(name, library_promotion)
         return tree | {"stage1": tree["stage1"] | {"blocks": layers}}
 
     params = draw(0)
-    fields = dict(base_config(), weight_decay=0.1)
-    ours = make_optimizer(name, lambda step: 0.1, fields, ["stage1/blocks"])
+    ours = make_optimizer(
+        lambda step: 0.1, stacks=["stage1/blocks"], optimizer=name, weight_decay=0.1
+    )
     state = ours.init(params)
     expected_params = listed(params)
     expected_state = PER_LAYER[name].init(expected_params)
@@ -156,7 +186,7 @@ def make_rate(num_steps=100, steps_per_epoch=10.0, **fields):
     config.update(**fields)
     config.update(batch_size=10, num_steps=num_steps)
     num_examples = round(10 * steps_per_epoch)
-    return make_schedule(num_examples, dict(config), drop_remainder=False).learning_rate
+    return build.make_schedule(config, num_examples).learning_rate
 
 
 def test_warm_up_is_linear_then_a_cosine_and_the_cool_down_constant():
@@ -191,7 +221,8 @@ def test_timm_cosine_equals_timm_in_every_step_of_every_epoch(recipe, num_exampl
     config.num_epochs += config.cooldown_epochs
     config.update(schedule="timm_cosine", batch_size=32)
     epoch_length = num_examples - drop * num_examples % 32
-    schedule = make_schedule(num_examples, dict(config), drop_remainder=drop)
+    config.data.drop_remainder = drop
+    schedule = build.make_schedule(config, num_examples)
     steps = np.arange(schedule.num_steps, dtype=np.int32)
     ours = jax.jit(jax.vmap(schedule.learning_rate))(steps)
     expected = REFERENCE[f"rates/{recipe}"][steps * 32 // epoch_length]

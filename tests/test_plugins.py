@@ -13,10 +13,10 @@ import pytest
 from tiny_models import make
 
 from structinit_jax import config as config_lib
-from structinit_jax import export, train
+from structinit_jax import export
 from structinit_jax.errors import InputError
-from structinit_jax.training.optimizer import make_optimizer
-from structinit_jax.training.state import split_model
+from structinit_jax.training import build, train
+from structinit_jax.training.state import AbstractModel, split_model
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
 TINY = """
@@ -71,12 +71,14 @@ def test_the_readmes_objects_train_and_the_model_is_not_exported(mine, tmp_path,
 
 @pytest.mark.usefixtures("library_promotion")
 def test_the_readmes_optimizer_makes_the_updates_of_kernels_orthogonal(mine):
+    config = config_lib.base_config()
+    config.update(optimizer="mine:muon", weight_decay=0.0)
     model = make("vit")
     _, params, _ = split_model(model)
     rng = np.random.default_rng(0)
     grads = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), params)
-    fields = dict(weight_decay=0.0)
-    optimizer = make_optimizer("mine:muon", lambda step: 0.1, fields, model.stacks())
+    abstract = AbstractModel(*[None] * 5, stacks=model.stacks(), decayed={})
+    optimizer = build.make_optimizer(config, lambda step: 0.1, abstract)
     updates, _ = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
     attention = updates["blocks"]["attention"]
     for field, side in (("query", 16), ("out", 16)):

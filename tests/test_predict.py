@@ -1,6 +1,3 @@
-import re
-
-import fork_main
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,19 +37,6 @@ def test_logits_are_those_of_the_checkpoint(classify, digits, run_config, finish
     np.testing.assert_allclose(classify(files), expected, atol=1e-5)
     np.testing.assert_allclose(classify(str(f) for f in files[3:4]), expected[3:4], atol=1e-5)
     assert classify([]).shape == (0, 10)
-
-
-def test_the_example_in_the_docs_classifies_an_image(digits, finished_run, tmp_path, monkeypatch):
-    page = (fork_main.ROOT / "docs" / "training.md").read_text()
-    code = re.search(r"<!-- predict\.py -->\n```python\n(.*?)```", page, re.DOTALL)[1]
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "DIR").symlink_to(finished_run.workdir)
-    (tmp_path / "image.jpg").symlink_to(digits[1][0])
-    *lines, last = code.strip().splitlines()
-    shown = {}
-    exec("\n".join(lines), shown)
-    assert shown["logits"].shape == (1, 10)
-    assert eval(last, shown) in map(str, range(10))
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from structinit_jax.config import make_attention_init
 from structinit_jax.errors import InputError
 from structinit_jax.models.timm import to_timm
 from structinit_jax.models.vit import VisionTransformer
-from structinit_jax.training.mesh import make_mesh
+from structinit_jax.training import build
+from structinit_jax.training.sharding import make_mesh
 from structinit_jax.training.state import (
-    abstract_model,
     initialize_model,
     split_model,
     split_seed,
@@ -30,7 +30,7 @@ TEACHER = dict(
 
 
 def start(config):
-    return initialize(config, abstract_model(config.model, config.data, make_mesh()))
+    return initialize(config, build.make_model(config, make_mesh()))
 
 
 def initialize(config, model):
@@ -62,7 +62,7 @@ def teacher(tmp_path):
 def test_weights_are_selected_from_a_larger_model(tiny_config, teacher, capsys):
     weights, tiny_config.start_from = teacher
     tiny_config.model.positions = "learned"
-    model = abstract_model(tiny_config.model, tiny_config.data, make_mesh(fsdp=2))
+    model = build.make_model(tiny_config, make_mesh(fsdp=2))
     params, model_state = initialize(tiny_config, model)
     assert f"weights selected from {tiny_config.start_from}" in capsys.readouterr().out
     student = to_timm(nnx.merge(model.graphdef, params, model_state))
@@ -91,7 +91,7 @@ def test_weights_are_the_same_with_xla_options_for_programs_that_run_once(tiny_c
 def test_a_seed_gives_the_same_weights_on_any_number_of_devices(tiny_config):
     tiny_config.model.update(width=64, depth=4, num_heads=4)
     meshes = make_mesh(devices=jax.devices()[:1]), make_mesh(fsdp=4)
-    models = [abstract_model(tiny_config.model, tiny_config.data, mesh) for mesh in meshes]
+    models = [build.make_model(tiny_config, mesh) for mesh in meshes]
     one, several = (initialize(tiny_config, model) for model in models)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one, several)
 
@@ -105,7 +105,7 @@ def test_targets_out_of_reach_are_reported_once(tiny_config, heads, warned, caps
 
 
 def test_a_file_that_does_not_fit_is_refused(tiny_config, teacher, tmp_path):
-    model = abstract_model(tiny_config.model, tiny_config.data, make_mesh())
+    model = build.make_model(tiny_config, make_mesh())
 
     def check(path, message):
         tiny_config.start_from = str(path)
@@ -116,5 +116,5 @@ def test_a_file_that_does_not_fit_is_refused(tiny_config, teacher, tmp_path):
     (tmp_path / "text").write_text("not weights")
     check(tmp_path / "text", "must be a safetensors file")
     tiny_config.model.depth = 4
-    model = abstract_model(tiny_config.model, tiny_config.data, make_mesh())
+    model = build.make_model(tiny_config, make_mesh())
     check(teacher[1], r"does not fit the model: .*blocks\.3\.")

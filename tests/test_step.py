@@ -4,14 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import library_promotion_rules, make_batch, make_tiny_config, place
+from conftest import library_promotion_rules, make_batch, make_tiny_config, place, set_up
 from flax import nnx
 from scipy.special import log_softmax
 
 from structinit_jax import augment
 from structinit_jax.models import layers
 from structinit_jax.rngs import split_seed, step_rngs
-from structinit_jax.run import set_up
 from structinit_jax.training.step import _move_average, make_eval_step
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -29,13 +28,13 @@ def config():
 @pytest.fixture(scope="module")
 def setup(config):
     with library_promotion_rules():
-        return set_up(config, 384)
+        return set_up(config)
 
 
 @pytest.fixture(scope="module")
 def first_state(setup):
     with library_promotion_rules():
-        return jax.device_get(setup.initialize()[0])
+        return jax.device_get(setup.initialize())
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def test_losses_agree_with_scipy(setup, state):
     model = nnx.merge(setup.model.graphdef, state.params, state.model_state)
     log_p = log_softmax(np.asarray(model(jnp.asarray(images, jnp.float32))[0]), axis=-1)
     mask = (np.arange(64) < 44).astype(np.float32)
-    eval_step = make_eval_step(setup.model.graphdef, setup.model.mesh, (0.3,), (0.4,))
+    eval_step = make_eval_step(setup.model, (0.3,), (0.4,))
     sums = jax.jit(eval_step)(state.params, state.model_state, batch | {"mask": mask})
     assert float(sums["count"]) == 44
     np.testing.assert_array_equal(sums["label"], np.where(mask > 0, batch["label"], -1))
@@ -69,8 +68,8 @@ def test_losses_agree_with_scipy(setup, state):
 def test_averages_follow_the_weights(config):
     config = config.copy_and_resolve_references()
     config.ema_decay = 0.75
-    setup = set_up(config, 384)
-    state = setup.initialize()[0]
+    setup = set_up(config)
+    state = setup.initialize()
     expected = jax.device_get(state.params)
     for _ in range(2):
         state = setup.train_step(state, make_batch(), np.uint32(0))[0]
@@ -91,14 +90,14 @@ def test_fixed_weights_and_counters_are_their_own_average():
 def test_seeds_share_a_program(config, setup):
     config = config.copy_and_resolve_references()
     config.seed = 1
-    programs = [s.train_step.lower(*s.arguments).as_text() for s in (setup, set_up(config, 384))]
+    programs = [s.train_step.lower(*s.arguments).as_text() for s in (setup, set_up(config))]
     assert programs[0] == programs[1]
 
 
 def test_augmentation_depends_on_the_step_only(config, setup, first_state):
     config = config.copy_and_resolve_references()
     config.augment.update(flip=0.5, mixup=0.8, erasing=0.25, crop="pad")
-    random_setup = set_up(config, 384)
+    random_setup = set_up(config)
 
     def metrics_at(step, setup):
         state = place(first_state._replace(step=np.int32(step)), setup)
@@ -138,8 +137,8 @@ def test_parts_of_a_batch_and_operations_on_it_have_keys_of_their_own(config, mo
     monkeypatch.setattr(augment, "_image_rngs", lambda *args: record(image_rngs(*args)))
     monkeypatch.setattr(augment.mix, "mix", lambda rng, *a, **k: mix(record(rng), *a, **k))
     monkeypatch.setattr(layers, "drop_path", lambda x, rate, rng: drop(x, rate, record(rng)))
-    setup = set_up(config, 384)
-    jax.block_until_ready(setup.train_step(setup.initialize()[0], make_batch(), np.uint32(0)))
+    setup = set_up(config)
+    jax.block_until_ready(setup.train_step(setup.initialize(), make_batch(), np.uint32(0)))
     jax.effects_barrier()
     drops = 2 * 2 * 2  # in both parts, two in each of two blocks
     assert len(keys) == drops + 4 * 64 + 1  # four operations on each image, and mixup
@@ -149,7 +148,7 @@ def test_a_batch_in_parts_takes_the_same_step(config, setup, first_state):
     whole, whole_metrics = setup.train_step(place(first_state, setup), make_batch(), np.uint32(0))
     config = config.copy_and_resolve_references()
     config.accumulate_steps = 4
-    in_parts = set_up(config, 384)
+    in_parts = set_up(config)
     parts, metrics = in_parts.train_step(place(first_state, in_parts), make_batch(), np.uint32(0))
     for name in ("loss", "accuracy", "gradient_norm"):
         np.testing.assert_allclose(metrics[name], whole_metrics[name], rtol=1e-4)

@@ -6,9 +6,10 @@ import fork_main
 import jax
 import numpy as np
 import pytest
+from conftest import set_up
 
 from structinit_jax.errors import InputError
-from structinit_jax.run import Run
+from structinit_jax.training import build
 
 
 @pytest.mark.usefixtures("library_promotion")
@@ -35,9 +36,10 @@ def test_runs_that_train_at_once_equal_single_runs(run_config, monkeypatch):
     run_config.attention_init = dict(name="impulse_2024", max_steps=3, first_input="uniform")
     one_device = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda: one_device)
-    run = Run(run_config)
-    expected, _ = run.setup.initialize()
-    for batch in run.train_batches():
-        expected, _ = run.setup.train_step(expected, batch, np.uint32(1))
+    run = set_up(run_config)
+    expected = run.initialize()
+    source = build.open_split(run_config, build.open_data(run_config), "train_split")
+    for batch in build.train_batches(run_config, source, run.model.mesh, 0, 3):
+        expected, _ = run.train_step(expected, batch, np.uint32(1))
     found = jax.tree.map(lambda leaf: leaf[1, 3], state.params)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found, expected.params)

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import make_batch, small_files_only
+from conftest import make_batch, set_up, small_files_only
 from safetensors.numpy import load_file
 
-from structinit_jax import evaluate, export, run, train
+from structinit_jax import evaluate, export
 from structinit_jax.data.loader import DeviceLoader
 from structinit_jax.errors import InputError, StoppedError
-from structinit_jax.training import checkpoint
+from structinit_jax.training import build, checkpoint, train
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -29,7 +29,7 @@ def without_times(metrics):
 
 
 def final_state(config, workdir):
-    setup = run.set_up(config, 384)
+    setup = set_up(config)
     directory = workdir / "checkpoints"
     step = checkpoint.find_step(directory)
     return jax.device_get(checkpoint.restore(directory, step, setup.abstract_state))
@@ -135,13 +135,13 @@ def test_a_finished_run_started_again_is_evaluated(run_config, finished_run, wor
 
 
 def test_a_run_continues_with_fields_that_may_change(longer_config, workdir, capsys, monkeypatch):
-    traced, make_train_step = [], run.make_train_step
+    traced, make_train_step = [], build.make_train_step
 
     def make(*args, **options):
         step = make_train_step(*args, **options)
         return lambda *arguments: traced.append(1) or step(*arguments)
 
-    monkeypatch.setattr(run, "make_train_step", make)
+    monkeypatch.setattr(build, "make_train_step", make)
     uploaded = []
     monkeypatch.setattr(train.MetricsLog, "upload", lambda log: uploaded.append(log))
     # Disabled clipping keeps its place in the state of the optimizer.
@@ -203,10 +203,10 @@ def test_mistakes_are_refused_before_training(tiny_config, tmp_path, field, valu
 
 def test_a_split_that_overlaps_the_training_split_is_noted(tiny_config, capsys):
     assert "note" not in capsys.readouterr().out
-    _ = run.Run(tiny_config).setup
+    build.open_splits(tiny_config, build.open_data(tiny_config))
     assert capsys.readouterr().out == ""
     tiny_config.data.eval_split = "train[300:400]"
-    _ = run.Run(tiny_config).setup
+    build.open_splits(tiny_config, build.open_data(tiny_config))
     assert capsys.readouterr().out.startswith("note: training sees 84 examples of the evaluation")
 
 
@@ -251,9 +251,9 @@ def test_your_own_optimizer_may_leave_out_nonfinite_steps(tiny_config):
     tiny_config.attention_init = dict(name="default")
     tiny_config.optimizer = "test_train:forgiving_adamw"
     tiny_config.loss = "test_train:cross_entropy_of_known_classes"
-    setup = run.set_up(tiny_config, 384)
+    setup = set_up(tiny_config)
     batch = make_batch(label=np.full(64, -1, np.int32))
-    metrics = setup.train_step(setup.initialize()[0], batch, np.uint32(0))[1]
+    metrics = setup.train_step(setup.initialize(), batch, np.uint32(0))[1]
     assert np.isnan(metrics["loss"])
     assert metrics["finite"]
 

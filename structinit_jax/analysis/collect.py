@@ -18,12 +18,11 @@ from structinit_jax.augment import normalize
 from structinit_jax.config import make_attention_init
 from structinit_jax.data.loader import decode_all
 from structinit_jax.errors import InputError
-from structinit_jax.run import Run
-from structinit_jax.training.mesh import make_mesh
+from structinit_jax.training import build
+from structinit_jax.training.sharding import make_mesh
 from structinit_jax.training.state import (
     AbstractModel,
     TrainState,
-    abstract_model,
     find_targets,
     initialize_model,
 )
@@ -57,7 +56,7 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
     down to a multiple of `BATCH_SIZE`.
     """
     data = config.data
-    source = Run(config).train_source
+    source = build.open_split(config, build.open_data(config), "train_split")
     whole = min(count, len(source)) // BATCH_SIZE * BATCH_SIZE
     if whole < 1:
         raise InputError(
@@ -70,7 +69,7 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
 def observe_start(config: ConfigDict, images: UInt8[np.ndarray, "n H H C"]) -> Snapshot:
     """Observes a model with its initial values."""
     mesh = make_mesh(devices=jax.local_devices()[:1])
-    model = abstract_model(config.model, config.data, mesh)
+    model = build.make_model(config, mesh)
     weights = _initial_weights(config, model)
     snapshot = make_observer(config, model)(0, weights, images)
     return snapshot._replace(name=snapshot.name.removesuffix(", step 0"))

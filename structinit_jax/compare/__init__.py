@@ -54,7 +54,7 @@ class SeedRun:
         self.test_name = facts["test_name"]
         metrics = self.folder / "metrics.jsonl"
         status = self.folder / STATUS
-        lines, _ = read_metrics(metrics, facts["num_steps"])
+        lines = read_metrics(metrics, facts["num_steps"])
         names = ["eval/accuracy"]
         if self.test_name != "train":  # whose 'train/accuracy' is that of the batches
             names.append(f"{self.test_name}/accuracy")  # in earlier versions

@@ -20,7 +20,7 @@ from structinit_jax.analysis.figures import COLORS, add_legend
 from structinit_jax.compare import HARMLESS, Comparison, read_comparison
 from structinit_jax.errors import printable
 from structinit_jax.training.figures import png
-from structinit_jax.training.resume import ABSENT, changes
+from structinit_jax.training.resume import changes
 from structinit_jax.training.workdir import write_atomically
 
 CURVES = "curves.png"
@@ -127,7 +127,6 @@ def _other_fields(info: Mapping[str, Any]) -> list[str]:
             f"{field} is {value!r}, not {other!r}"
             for field, (other, value) in changes(configs.get(baseline, configs[name]), own).items()
             if not field.startswith(("attention_init", "seed", *HARMLESS))
-            and ABSENT not in (other, value)  # fields that only one of two versions has
             and f",{field}=" not in name
         ]
         if different:

@@ -26,11 +26,10 @@ from structinit_jax import config as config_lib
 from structinit_jax.compare import report
 from structinit_jax.data.source import digest
 from structinit_jax.errors import InputError, StoppedError, printable, require
-from structinit_jax.run import Run
-from structinit_jax.train import PREEMPTED_EXIT_CODE, train
-from structinit_jax.training import distributed, resume
+from structinit_jax.training import build, distributed, resume
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.metrics import format_duration
+from structinit_jax.training.train import PREEMPTED_EXIT_CODE, train
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 LOG = "log.txt"
@@ -60,7 +59,6 @@ def expand(
         if field in ("seed", "attention_init.name"):
             raise InputError(f"--grid={field} cannot be an axis: use --seeds=N and --schemes=A,B")
         if section == "attention_init" and not any(option in own for own in options.values()):
-            config_lib.refuse_former_option(option)
             raise InputError(f"--grid={field}: no scheme of --schemes has the option {option!r}")
     settings = {}
     for scheme in schemes:
@@ -241,20 +239,26 @@ def _describe_machine() -> str:
 def describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
     """Checks a setting without training, and returns the facts that the report needs."""
     try:
-        run = Run(config)
-        schedule = run.setup.schedule
-        data = config.data
+        dataset = build.open_data(config)
+        train_source, eval_source = build.open_splits(config, dataset)
+        mesh = build.make_mesh(config)
+        schedule = build.make_schedule(config, len(train_source))
+        model = build.make_model(config, mesh)
+        build.make_scheme(config, model)
+        optimizer = build.make_optimizer(config, schedule.learning_rate, model)
+        build.make_step(config, model, optimizer, schedule.learning_rate)
         if (file := config.start_from) and not Path(file).expanduser().is_file():
             raise InputError(f"config.start_from={file!r} is no file")
     except InputError as error:
         raise InputError(f"setting {name}: {error}") from error
+    data = config.data
     sources = {
-        f"{data.name} {data.train_split}": run.train_source,
-        f"{data.name} {data.eval_split}": run.eval_source,
+        f"{data.name} {data.train_split}": train_source,
+        f"{data.name} {data.eval_split}": eval_source,
     }
     return {
         "config": json.loads(config.to_json()),
-        "data": {k: digest(source, run.dataset.class_names) for k, source in sources.items()},
+        "data": {k: digest(source, dataset.class_names) for k, source in sources.items()},
         "num_steps": schedule.num_steps,
         "steps_per_epoch": schedule.steps_per_epoch,
         "test_name": data.eval_split,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from structinit_jax.attention_init import AttentionInit, AttentionWeights
 from structinit_jax.attention_init.sites import GRID, check_shape
-from structinit_jax.errors import InputError, check_scheme, require
+from structinit_jax.errors import InputError, require
 from structinit_jax.interop.arrays import as_array, check_array, like, replace_rows
 from structinit_jax.interop.host import Grid, Host, find_hosts
 from structinit_jax.interop.layouts import Leaves, flatten
@@ -59,7 +59,6 @@ def initialize(
     Raises:
       InputError: An argument is missing, or the model does not fit the scheme.
     """
-    check_scheme("attention_init", attention_init, rng)
     if grid is not None:
         require("grid", grid, *GRID)
     leaves, rebuild = flatten(params)

@@ -6,8 +6,6 @@ layer axis on each variable.
 """
 
 import dataclasses
-import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -15,14 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init import (
     AttentionInit,
     AttentionWeights,
     Site,
-    SolveReport,
     Weights,
 )
 from structinit_jax.attention_init.sites import check_shape
@@ -31,7 +27,6 @@ from structinit_jax.errors import (
     InputError,
     PositiveInt,
     check_fields,
-    check_scheme,
     is_count,
 )
 from structinit_jax.models.layers import RESIDUAL, Rng, set_weight
@@ -57,11 +52,6 @@ REMAT_POLICIES = {
     "dots": _KEEP_LINEAR,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-
-
-FSDP_AXIS = "fsdp"  # axis of the mesh over which weights are sharded
-# Smaller arrays (norms, biases, the class token) are not worth an all-gather.
-MIN_SIZE_TO_SHARD = 2**14
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,36 +148,34 @@ class Model(nnx.Module):
         paths = (path for path, node in nnx.iter_graph(self) if hasattr(node, "is_stack"))
         return tuple("/".join(map(str, path)) for path in paths)
 
-    def initial_weights(self, scheme: AttentionInit, rng: PRNGKeyArray) -> dict[str, Weights]:
-        """Returns a scheme's weights for each stack, by name, without changing the model."""
-        check_scheme("attention_init", scheme, rng)
+    def decays(self, path: Sequence[str | int]) -> bool:
+        """Whether weight decay applies to a parameter, given the names on its path in the model.
+
+        By default, it applies to kernels, as Flax's layers call their weights, and not to biases,
+        norms, positions and tokens. The rank of an array does not tell them apart: the biases of a
+        stack of attention layers have three axes.
+        """
+        return path[-1] == "kernel"
+
+    def initialize_attention(self, scheme: AttentionInit, rng: PRNGKeyArray) -> dict[str, Weights]:
+        """Replaces the initial weights of every stack with those of a scheme.
+
+        Some schemes also scale learned positions. No scheme undoes the scaling of an earlier one,
+        so initialize a new model for each. Returns what the scheme returned for each stack, by
+        name. Raises `InputError` if the scheme does not fit the model.
+        """
         sites = self.sites()
         # Models with stages split the key even if there is a single one.
         rngs = [rng] if list(sites) == ["blocks"] else jax.random.split(rng, len(sites))
         stacks = zip(sites.items(), rngs, strict=True)
-        return {name: scheme(stack_rng, site) for (name, site), stack_rng in stacks}
-
-    def initialize_attention(self, scheme: AttentionInit, rng: PRNGKeyArray) -> SolveReport | None:
-        """Replaces the initial weights of every stack with those of a scheme.
-
-        Some schemes also scale learned positions. No scheme undoes the scaling of an earlier one,
-        so initialize a new model for each. Returns the report of the scheme's solve, averaged over
-        the stacks, or None if it does not solve. Raises `InputError` if the scheme
-        does not fit the model.
-        """
-        sites = self.sites()
-        reports = []
-        for name, weights in self.initial_weights(scheme, rng).items():
-            if isinstance(weights, AttentionWeights):
-                self._set_positions(sites[name], weights)
-                if weights.patch_bias is not None:
-                    set_weight(self.patch_embedding.bias, "patch_bias", weights.patch_bias)
-                if weights.report is not None:
-                    reports.append(weights.report)
-            getattr(self, name).set_weights(weights)
-        if not reports:
-            return None
-        return jax.tree.map(lambda *values: sum(values) / len(values), *reports)
+        weights = {name: scheme(stack_rng, site) for (name, site), stack_rng in stacks}
+        for name, of_stack in weights.items():
+            if isinstance(of_stack, AttentionWeights):
+                self._set_positions(sites[name], of_stack)
+                if of_stack.patch_bias is not None:
+                    set_weight(self.patch_embedding.bias, "patch_bias", of_stack.patch_bias)
+            getattr(self, name).set_weights(of_stack)
+        return weights
 
     def _set_positions(self, site: Site, weights: AttentionWeights) -> None:
         positions = weights.positions
@@ -210,22 +198,13 @@ class Model(nnx.Module):
 def make_stack(block: type[nnx.Module], depth: int, *, rngs: nnx.Rngs, **options) -> nnx.Module:
     """Returns `depth` blocks, each made by `block(**options, rngs=...)`, as one module.
 
-    `Model.stacks` finds it.
+    `Model.stacks` finds it. A trainer may set its attribute `block_hook` to a function that
+    `run_stack` calls with each block, and whose result it runs instead.
     """
     layer_rngs = jax.random.split(rngs.params(), depth)
     stack = jax.vmap(lambda rng: block(**options, rngs=nnx.Rngs(rng)))(layer_rngs)
     stack.is_stack = True
     return stack
-
-
-def is_stacked(path: jax.tree_util.KeyPath, stacks: Sequence[str]) -> bool:
-    """Whether an array of a training state has a layer axis, given `Model.stacks`.
-
-    An array has none if a number follows the stack in its path: it belongs to a list of layers
-    (`training.optimizer.by_layer`).
-    """
-    name = "/" + jax.tree_util.keystr(path, simple=True, separator="/")
-    return any(re.search(rf"/{re.escape(stack)}/(?!\d)", name) for stack in stacks)
 
 
 def run_stack(
@@ -258,7 +237,8 @@ def run_stack(
 
     def run_block(x, layer, static):
         block, rate, rng = layer
-        block = gather_weights(block)
+        if hook := getattr(blocks, "block_hook", None):
+            block = hook(block)
         x, out = block(x, drop_path_rate=rate, rng=rng, **static, **options)
         # The scan passes a copy of each block, so updated statistics are returned.
         return x, (out, nnx.state(block, nnx.BatchStat))
@@ -288,37 +268,6 @@ def run_stack(
     if rng is not None:
         nnx.update(blocks, statistics)
     return x, out
-
-
-def weight_spec(shape: tuple[int, ...], parts: int) -> PartitionSpec:
-    """Returns the spec that shards an array along its longest axis that `parts` divides.
-
-    Small arrays, and those without such an axis, are replicated.
-    """
-    axes = [axis for axis, size in enumerate(shape) if size % parts == 0]
-    if parts == 1 or not axes or math.prod(shape) < MIN_SIZE_TO_SHARD:
-        return PartitionSpec()
-    longest = max(axes, key=lambda axis: shape[axis])
-    return PartitionSpec(*(None,) * longest, FSDP_AXIS)
-
-
-def gather_weights(block: Any) -> Any:
-    """Returns one block of a stack with all of its weights on every device.
-
-    Training and evaluation steps set a mesh with `FSDP_AXIS` if weights are sharded; else the block
-    is returned as it is. Call this for one block at a time, so that the others stay sharded.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if FSDP_AXIS not in mesh.auto_axes:  # as of a mesh of the user's own
-        return block
-
-    def gather(weight):
-        # Pin to the sharded layout first; otherwise XLA keeps the full copy for the gradient.
-        spec = weight_spec(weight.shape, mesh.shape[FSDP_AXIS])
-        weight = jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, spec))
-        return jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, PartitionSpec()))
-
-    return jax.tree.map(gather, block)
 
 
 def image_sides(image_size: int | Sequence[int]) -> tuple[int, int]:

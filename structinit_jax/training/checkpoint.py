@@ -88,8 +88,8 @@ class Checkpoints:
         Blocks until the previous one is written and the state is copied to host memory. If a write
         fails, the next call of `save`, `wait` or `close` raises the error.
 
-        `run` has the fields of `RunRecord` but the first two. The best checkpoint has the highest
-        'accuracy' among those with the same 'evaluation' as the newest.
+        `run` has the fields of `checkpoint_files.read_run` but the first three. The best checkpoint
+        has the highest 'accuracy' among those with the same 'evaluation' as the newest.
         """
         self.wait()
         num_indexes = jax.process_count() if self._staged else 1
@@ -180,7 +180,7 @@ def find_step(directory: epath.PathLike, wanted: str | int = "newest") -> int | 
     wanted = str(wanted)
     step = None
     if wanted not in ("newest", "best") and not wanted.isdecimal():
-        raise InputError(f"--step={wanted} must be 'newest', 'best' or the number of a step")
+        raise InputError(f"step={wanted} must be 'newest', 'best' or the number of a step")
     if jax.process_index() == 0:
         folders = step_folders(directory)
         if wanted.isdecimal():
@@ -191,7 +191,7 @@ def find_step(directory: epath.PathLike, wanted: str | int = "newest") -> int | 
 
 
 def read_run(directory: epath.PathLike, step: int) -> dict[str, Any]:
-    """Reads the record that was saved with a checkpoint, with the fields of `RunRecord`."""
+    """Reads the record that was saved with a checkpoint, see `checkpoint_files.read_run`."""
     return files_lib.read_run(epath.Path(directory) / str(step))
 
 
@@ -209,16 +209,14 @@ def restore(
     if weights_only:
         del expected["opt_state"]
     with _on_disk(folder) as path, contextlib.closing(_make_handler()) as handler:
-        with _named_errors(folder):
-            saved = dict(handler.metadata(path).tree)
+        saved = dict(handler.metadata(path).tree)
         _check_fits(folder, saved, expected)
         args = ocp.args.PyTreeRestore(
             expected,
             restore_args=ocp.checkpoint_utils.construct_restore_args(expected),
             partial_restore=True,  # `expected` may lack parts
         )
-        with _named_errors(folder):
-            restored = handler.restore(path, args=args)
+        restored = handler.restore(path, args=args)
     if (found := int(restored["step"])) != step:
         raise InputError(f"checkpoint {folder} holds the state of step {found}: delete the folder")
     return TrainState(**dict.fromkeys(TrainState._fields) | {"opt_state": {}} | restored)
@@ -239,15 +237,6 @@ def _make_handler(
     return ocp.PyTreeCheckpointHandler(
         use_ocdbt=False, multiprocessing_options=options, type_handler_registry=registry
     )
-
-
-@contextlib.contextmanager
-def _named_errors(folder: epath.Path) -> Iterator[None]:
-    """Names the checkpoint in errors of Orbax: the checksums are right, but not the content."""
-    try:
-        yield
-    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
-        raise InputError(f"checkpoint {folder} cannot be restored: {error!r}") from error
 
 
 @contextlib.contextmanager
@@ -274,7 +263,7 @@ def _check_fits(folder: epath.Path, saved: dict[str, Any], expected: dict[str, A
             raise InputError(
                 f"checkpoint {folder} does not fit: {name!r} is {old.get(name, 'missing')} in the "
                 f"checkpoint, {new.get(name, 'missing')} in the model of this config. Use the "
-                "config of the checkpoint, or another --workdir"
+                "config of the checkpoint, or another workdir"
             )
 
 

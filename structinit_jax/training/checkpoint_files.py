@@ -14,11 +14,10 @@ indexes and all of them match their checksums.
 Checkpoints of version 1, whose index lacks the checksum of `run.json`, are used: `restore` compares
 the step in `state/`, but files of another run at the same step are not noticed.
 
-The files may come from somebody else, so each has one reader, which checks what it reads. A name in
-an index is used only if it is that of a file in `state/`.
+The files may come from somebody else, so a name in an index is used only if it is that of a file in
+`state/`.
 """
 
-import dataclasses
 import hashlib
 import json
 import re
@@ -31,17 +30,9 @@ from typing import Any
 from etils import epath
 from flax.traverse_util import flatten_dict
 
-from structinit_jax.errors import (
-    InputError,
-    JsonObject,
-    PositiveInt,
-    Probability,
-    check_record,
-    printable,
-)
+from structinit_jax.errors import InputError, printable
 from structinit_jax.training.workdir import (
     PARTIAL,
-    is_regular,
     is_url,
     parse_json,
     read_file,
@@ -54,27 +45,6 @@ VERSION = 2
 _PART = re.compile(rf"state(\.orbax-checkpoint-tmp.*)?|index_\d+\.json|run\.json|{PARTIAL}.*")
 _STEP = re.compile(r"[1-9][0-9]{0,8}")  # fits int32
 _FILE = re.compile(r"state(/(?!\.\.?(/|$))[^/]+)+")  # no part of the path is empty, '.' or '..'
-
-
-@dataclasses.dataclass(frozen=True)
-class RunRecord:
-    """Fields of `run.json`."""
-
-    step: PositiveInt
-    num_indexes: PositiveInt
-    config: JsonObject
-    class_names: tuple[str, ...]  # by label
-    data_digest: str  # of the training split
-    evaluation: str  # what the accuracy was measured on
-    accuracy: Probability | None  # None if the step was not evaluated
-
-
-@dataclasses.dataclass(frozen=True)
-class IndexRecord:
-    """Fields of `index_K.json`."""
-
-    run: str  # checksum of `run.json`
-    files: JsonObject  # checksums by name, such as 'state/params.head.bias/0'
 
 
 # -- folders ---------------------------------------------------------------------------------------
@@ -112,14 +82,21 @@ def intact_runs(folders: Iterable[epath.Path]) -> Iterator[tuple[int, dict[str, 
     for folder in folders:
         try:
             yield int(folder.name), _read_intact(folder)
-        except (InputError, RecursionError) as error:
+        # All but an `InputError` are about JSON that this package does not write.
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             print(f"note: skipping checkpoint {folder}: {error}")
 
 
 def read_run(folder: epath.Path) -> dict[str, Any]:
-    """Reads `run.json`, which has the fields of `RunRecord`; `InputError` if it is damaged."""
+    """Reads `run.json`; `InputError` if it is damaged, or of a later version of this package.
+
+    Its fields are 'version', 'step', 'num_indexes', 'config', 'class_names' by label, 'data_digest'
+    of the training split, 'accuracy', which is None if the step was not evaluated, and
+    'evaluation': what the accuracy was measured on.
+    """
     run = _read_json(folder / RUN)
-    check_record(RunRecord, run, RUN)
+    if run.get("version", 1) > VERSION:
+        raise InputError(f"{RUN} has version={run['version']}, of a later version of this package")
     if str(run["step"]) != folder.name:
         raise InputError(f"{RUN} belongs to step {run['step']}")
     return run
@@ -133,7 +110,6 @@ def read_indexes(folder: epath.Path, run: dict[str, Any]) -> dict[str, Any]:
         index = _read_json(path)
         if "version" not in run:
             index = {"run": _identity(run), "files": index}
-        check_record(IndexRecord, index, path.name)
         if index["run"] != _identity(run):
             raise InputError(f"{path.name} belongs to another {RUN}")
         if others := [name for name in index["files"] if not _FILE.fullmatch(name)]:
@@ -146,7 +122,7 @@ def _read_intact(folder):
     """Returns `run.json` of a checkpoint; raises `InputError` if any of its files is damaged."""
 
     def check(name, digest):
-        if not is_regular(folder / name):
+        if not (folder / name).exists():
             raise InputError(f"{printable(name)} is missing")
         if digest_of(folder / name) != digest:
             raise InputError(f"{printable(name)} does not match its checksum")

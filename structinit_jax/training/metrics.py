@@ -1,4 +1,4 @@
-"""Collects training metrics from the devices, averages them, writes them to disk and shows them."""
+"""Averages training metrics, writes them to disk and shows them."""
 
 import contextlib
 import datetime
@@ -28,31 +28,11 @@ from structinit_jax.training.workdir import (
 
 with epy.lazy_imports():  # only the first process of a training run needs them
     import tensorboardX
+    from tensorboardX.proto import event_pb2, summary_pb2
 
 # Steps dispatched ahead of the devices: enough to keep them busy, with few batches in memory.
 MAX_IN_FLIGHT = 2
 WAITS = ("data", "checkpoint", "evaluation")
-
-
-class PendingMetrics:
-    """Metrics of the steps since the last log line, on the devices.
-
-    Reading them after every step would leave the devices idle.
-    """
-
-    def __init__(self):
-        self._steps: dict[int, dict[str, Any]] = {}
-
-    def add(self, step: int, metrics: dict[str, Any]) -> None:
-        """Adds the metrics of a step; waits for the step `MAX_IN_FLIGHT` before it."""
-        self._steps[step] = metrics
-        jax.block_until_ready(self._steps.get(step - MAX_IN_FLIGHT))
-
-    def fetch(self) -> dict[int, dict[str, Any]]:
-        """Waits for all steps, and returns the metrics of those since the last call, by step."""
-        steps = self._steps
-        self._steps = {}
-        return jax.device_get(steps)
 
 
 def average(steps: Mapping[int, dict[str, Any]]) -> dict[str, float]:
@@ -68,7 +48,7 @@ class MetricsLog:
 
     Only the first process writes. `start_step` is the step that the run resumes from, or 0. Lines
     of later steps, left by a killed run, are removed because these steps run again; with 0, all
-    lines are removed. Lines that cannot be read are removed too, with a note.
+    lines are removed.
     """
 
     def __init__(self, workdir: epath.PathLike, start_step: int):
@@ -87,19 +67,15 @@ class MetricsLog:
         make_folder(folder)
         path = self._folder / "metrics.jsonl"
         earlier = self._workdir / "metrics.jsonl"
-        lines, damaged = read_metrics(earlier, start_step) if start_step else ([], [])
-        if damaged:
-            print(f"note: {earlier}: left out lines that cannot be read: {damaged}")
+        lines = read_metrics(earlier, start_step) if start_step else []
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
         self._lines = self._files.enter_context(open_to_append(path))
-        self._events = tensorboardX.SummaryWriter(
-            str(folder),
-            # TensorBoard drops the events of earlier files from this step on.
-            purge_step=start_step + 1 if start_step else 0,
-            max_queue=0,  # unlimited, so that writing never waits
-            flush_secs=10,
-            filename_suffix=f".{uuid.uuid4().hex[:8]}",  # two starts may share a second
-        )
+        suffix = f".{uuid.uuid4().hex[:8]}"  # two starts may share a second
+        # The thread of a `SummaryWriter` prints a traceback when the disk is full.
+        self._events = tensorboardX.event_file_writer.EventsWriter(str(folder / "events"), suffix)
+        # TensorBoard drops the events of earlier files from this step on.
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._write_event(step=start_step + 1 if start_step else 0, session_log=start)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Writes one JSON line, and one TensorBoard scalar per name."""
@@ -107,11 +83,14 @@ class MetricsLog:
             finite = {k: v if math.isfinite(v) else None for k, v in values.items()}  # as in JSON
             self._lines.write(json.dumps({"step": step, **finite}) + "\n")
             self._lines.flush()
-            # A full disk ends the writer's thread. What is added after that would keep the process
-            # from ending.
-            if self._events.file_writer.event_writer._worker.is_alive():
-                for tag, value in values.items():
-                    self._events.add_scalar(tag, value, step)
+            scalars = [summary_pb2.Summary.Value(tag=k, simple_value=v) for k, v in values.items()]
+            self._write_event(step=step, summary=summary_pb2.Summary(value=scalars))
+
+    def _write_event(self, **fields) -> None:
+        event = event_pb2.Event(wall_time=time.time(), **fields)
+        with contextlib.suppress(OSError):  # a full disk may cost the events, not the run
+            self._events.write_event(event)
+            self._events.flush()
 
     def upload(self) -> None:
         """Copies both files to the workdir if it is in object storage."""
@@ -124,38 +103,30 @@ class MetricsLog:
         """Closes both files."""
         with self._files:
             if jax.process_index() == 0:
-                with contextlib.suppress(OSError):  # a full disk may cost the events, not the run
+                with contextlib.suppress(OSError):
                     self._events.close()
             self.upload()
 
 
-def read_metrics(path: epath.PathLike, last_step: int) -> tuple[list[dict[str, Any]], list[int]]:
+def read_metrics(path: epath.PathLike, last_step: int) -> list[dict[str, Any]]:
     """Reads the lines of a `metrics.jsonl` up to a step, as dicts; there are none without a file.
 
-    Also returns the numbers, from 1, of lines that are damaged. A kill may cut off the last line,
-    which does not count.
+    Lines that cannot be read are left out, with a note. A kill may cut off the last line.
     """
     if not epath.Path(path).exists():
-        return [], []
+        return []
     metrics = []
-    damaged = []
     *lines, _ = read_file(path).split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
             values = parse_json(line, path)
-        except InputError:
-            values = None
-        if not _are_metrics(values):
-            damaged.append(number)
-        elif values["step"] <= last_step:
+            is_wanted = values["step"] <= last_step
+        except (InputError, LookupError, TypeError):
+            print(f"note: {path}: line {number} cannot be read")
+            continue
+        if is_wanted:
             metrics.append(values)
-    return metrics, damaged
-
-
-def _are_metrics(values):
-    if not isinstance(values, dict) or type(values.get("step")) is not int:
-        return False
-    return all(type(value) in (int, float, type(None)) for value in values.values())
+    return metrics
 
 
 class Progress:
@@ -168,7 +139,6 @@ class Progress:
         self._num_steps = num_steps
         self._steps_per_epoch = steps_per_epoch
         self._batch_size = batch_size
-        self._start_step = start_step
         self._last_step = start_step
         self._last_time = time.perf_counter()
         self._waited = dict.fromkeys(WAITS, 0.0)
@@ -179,20 +149,6 @@ class Progress:
         start = time.perf_counter()
         yield
         self._waited[name] += time.perf_counter() - start
-
-    def estimate(self, step: int, began: float) -> None:
-        """Prints when the first step has ended, and from a later one on the time that is left.
-
-        The first log line may be far away. Nothing is printed after it.
-        """
-        now = time.perf_counter()
-        if step == self._start_step + 1:
-            self._first_time = now
-            print(f"first step after {now - began:.1f} s", flush=True)
-        elif self._last_step == self._start_step:  # no log line yet
-            seconds = (now - self._first_time) / (step - self._start_step - 1)
-            left = format_duration(seconds * (self._num_steps - step))
-            print(f"{seconds:.2g} s per step: {left} left, plus evaluations", flush=True)
 
     def measure(self, step: int) -> dict[str, float]:
         """Measures speed and waiting times since the last call.
@@ -244,8 +200,6 @@ class StepTrace:
         if step + 1 == self._first:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # tracing Python calls would slow the steps down
-            for folder in (".", "plugins", "plugins/profile"):  # in which JAX makes a new one
-                make_folder(self._directory / folder)
             jax.profiler.start_trace(
                 self._directory, create_perfetto_trace=True, profiler_options=options
             )

@@ -1,21 +1,13 @@
-"""Schedule, loss and optimizer.
+"""Learning rate schedules and optimizers, whatever the config."""
 
-A new loss or optimizer is a function and an entry in `LOSSES` or `OPTIMIZERS`. `config.loss` and
-`config.optimizer` also take your own function as `my_module:my_function`. An optimizer is called
-with the schedule as `learning_rate`, and with the fields of the config that its parameters name.
-"""
-
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-
-from structinit_jax.errors import InputError, find
 
 
 class Schedule(NamedTuple):
@@ -27,43 +19,10 @@ class Schedule(NamedTuple):
     learning_rate: optax.Schedule  # of a step, counted from 0
 
 
-def make_schedule(
-    num_examples: int, fields: Mapping[str, Any], *, drop_remainder: bool
-) -> Schedule:
-    """Converts the epochs of a config to steps, for a training split of `num_examples`.
-
-    `fields` are the fields of the config, of which the schedule gets those that its parameters
-    name. With `drop_remainder`, each epoch leaves out its last partial batch. Raises `InputError`
-    if this leaves no batch.
-    """
-    batch_size = fields["batch_size"]
-    num_epochs = fields["num_epochs"]
-    if drop_remainder:
-        if num_examples < batch_size:
-            raise InputError(
-                f"config.data.drop_remainder=True leaves no batch of {num_examples:,} training "
-                f"examples: set it to False, or lower config.batch_size={batch_size}"
-            )
-        num_examples -= num_examples % batch_size
-    steps_per_epoch = num_examples / batch_size
-    if num_steps := fields["num_steps"]:
-        num_epochs = num_steps * batch_size / num_examples
-    else:
-        num_steps = max(1, round(num_epochs * steps_per_epoch))
-    # One evaluation a step at most.
-    interval = max(1.0, fields["eval_every_epochs"] * steps_per_epoch)
-    evaluations = range(1, int(num_steps / interval) + 1)
-    eval_steps = frozenset(round(interval * number) for number in evaluations) | {num_steps}
-    length = {"num_steps": num_steps, "num_epochs": num_epochs, "num_examples": num_examples}
-    learning_rate = _call(SCHEDULES[fields["schedule"]], {**fields, **length})
-    return Schedule(num_steps, steps_per_epoch, eval_steps, learning_rate)
-
-
 def cosine(
     *,
     num_steps: int,
-    num_examples: int,
-    batch_size: int,
+    steps_per_epoch: float,
     learning_rate: float,
     warmup_epochs: float,
     warmup_learning_rate: float,
@@ -76,7 +35,6 @@ def cosine(
     `final_learning_rate` and stays there for `cooldown_epochs`. A warm-up that is longer than the
     rest of the run is shortened.
     """
-    steps_per_epoch = num_examples / batch_size
     cosine_end = max(1, num_steps - round(cooldown_epochs * steps_per_epoch))
     warmup_steps = min(round(warmup_epochs * steps_per_epoch), cosine_end - 1)
     return optax.warmup_cosine_decay_schedule(
@@ -90,8 +48,8 @@ def cosine(
 
 def timm_cosine(
     *,
-    num_steps: int,
     num_epochs: float,
+    num_steps: int,
     num_examples: int,
     batch_size: int,
     learning_rate: float,
@@ -137,45 +95,22 @@ def adamw(
     adam_b2: float,
     adam_epsilon: float,
     clip_norm: float,
+    decayed: Any,
 ) -> optax.GradientTransformation:
     """AdamW (Loshchilov & Hutter 2019) as ViT recipes use it.
 
-    Gradients are clipped by their global norm, and weight decay applies to matrices only. A
-    `clip_norm` of 0 disables clipping, but keeps its place in the optimizer state, so that it can
-    be enabled on resume.
+    Gradients are clipped by their global norm, and weight decay applies to the parameters that the
+    tree `decayed` marks with True. A `clip_norm` of 0 disables clipping, but keeps its place in the
+    optimizer state, so that it can be enabled on resume.
+
+    Stacked blocks are passed as they are, so the update must not depend on the shapes of arrays.
     """
     return optax.chain(
         optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity(),
         optax.adamw(
-            learning_rate,
-            b2=adam_b2,
-            eps=adam_epsilon,
-            weight_decay=weight_decay,
-            mask=decay_mask,
+            learning_rate, b2=adam_b2, eps=adam_epsilon, weight_decay=weight_decay, mask=decayed
         ),
     )
-
-
-# schedule(any fields of the config and num_examples) -> (step, counted from 0) -> learning rate
-SCHEDULES: Mapping[str, Callable] = {"cosine": cosine, "timm_cosine": timm_cosine}
-# loss(logits [B, C], targets [B, C]) -> [B]; targets are probabilities, mixed and smoothed.
-LOSSES: Mapping[str, Callable] = {"softmax_cross_entropy": optax.softmax_cross_entropy}
-# optimizer(learning_rate schedule, any fields of the config) -> optax.GradientTransformation
-# These see stacked blocks as they are, so that updates must not depend on the shapes of arrays.
-OPTIMIZERS: Mapping[str, Callable] = {"adamw": adamw}
-
-
-def make_optimizer(
-    name: str, learning_rate: optax.Schedule, fields: Mapping[str, Any], stacks: Sequence[str]
-) -> optax.GradientTransformation:
-    """Returns the optimizer that `config.optimizer` names, or raises `InputError`.
-
-    The optimizer gets the fields of the config that its parameters name. One that is not in
-    `OPTIMIZERS` sees the model's `stacks` as lists of layers.
-    """
-    build = find(name, OPTIMIZERS, "optimizer")
-    optimizer = _call(build, fields, learning_rate=learning_rate)
-    return optimizer if name in OPTIMIZERS else by_layer(optimizer, stacks)
 
 
 def by_layer(
@@ -211,22 +146,3 @@ def by_layer(
         return change(join, updates), state
 
     return optax.GradientTransformation(init, update)
-
-
-def _call(build: Callable, fields: Mapping[str, Any], **arguments) -> Any:
-    """Calls a function with the fields that its parameters name, and with further arguments."""
-    names = inspect.signature(build).parameters.keys() & fields.keys()
-    return build(**{name: fields[name] for name in names} | arguments)
-
-
-def decay_mask(params: Any) -> Any:
-    """Marks the weights that weight decay applies to: kernels, not biases, norms or positions.
-
-    It goes by name rather than rank, since the biases of stacked layers have two axes.
-    """
-
-    def is_kernel(path, _):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return name.removesuffix("/value").split("/")[-1] == "kernel"  # `value` is of an nnx.State
-
-    return jax.tree_util.tree_map_with_path(is_kernel, params)

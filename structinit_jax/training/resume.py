@@ -20,25 +20,25 @@ FIXED = (
 )
 # Fields of `model` that may change: how the model is computed and regularized.
 FREE = ("model.drop_path", "model.dtype", "model.remat")
-ABSENT = "(absent)"
+SCHEME = "attention_init."  # beginning of the paths of its options
 
 
 def changes(old: Mapping[str, Any], config: ConfigDict) -> dict[str, tuple[Any, Any]]:
     """Compares the config of a checkpoint, as read from JSON, with the current one.
 
-    Returns the old and new value of every field that differs, by its path, such as 'model.depth'. A
-    field that only one config has is `ABSENT` in the other, unless it is an option of their common
-    scheme, which has its default.
+    Returns the old and new value of every field that differs, by its path, such as 'model.depth'.
+    Fields that only one config has, since another version wrote the other, are left out. An option
+    of the scheme that is not set has its default.
     """
     # Through JSON, which makes lists of tuples as in the old config.
     new, old = (flatten_dict(c, sep=".") for c in (json.loads(config.to_json()), old))
-    absent = dict.fromkeys(new.keys() | old.keys(), ABSENT)
-    scheme = SCHEMES.get(new.get("attention_init.name"))
-    if scheme is not None and new["attention_init.name"] == old.get("attention_init.name"):
+    defaults = {field: None for field in new.keys() ^ old.keys() if field.startswith(SCHEME)}
+    if scheme := SCHEMES.get(new.get(f"{SCHEME}name")):
         for name, option in inspect.signature(scheme).parameters.items():
-            absent[f"attention_init.{name}"] = option.default
-    pairs = {field: (old.get(field, x), new.get(field, x)) for field, x in sorted(absent.items())}
-    return {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
+            defaults[SCHEME + name] = option.default
+    old, new = defaults | old, defaults | new
+    fields = sorted(old.keys() & new.keys())
+    return {field: (old[field], new[field]) for field in fields if old[field] != new[field]}
 
 
 def check(run: Mapping[str, Any], config: ConfigDict, data_digest: str, place: str) -> list[str]:
@@ -55,7 +55,7 @@ def check(run: Mapping[str, Any], config: ConfigDict, data_digest: str, place: s
         raise InputError(
             f"config.data.train_split={config.data.train_split!r} does not hold the examples and "
             f"classes that {place} was trained on: restore the old data, or start a new run in "
-            "another --workdir"
+            "another workdir"
         )
     return lines
 
@@ -69,19 +69,16 @@ def check_config(
 ) -> list[str]:
     """Lists changed fields, one per line; `InputError` for those in `fixed` but not in `free`."""
 
-    def is_fixed(field, pair):
-        if ABSENT in pair and not field.startswith("attention_init."):
-            return False  # weights that appear or disappear with the field are found on restoring
+    def is_fixed(field):
         return (field in fixed or field.split(".")[0] in fixed) and field not in free
 
     changed = changes(old, config)
-    if refused := [_line(field, *pair) for field, pair in changed.items() if is_fixed(field, pair)]:
+    if refused := [_line(field, *pair) for field, pair in changed.items() if is_fixed(field)]:
         first = f"these fields of the config must be as in {place}:"
-        last = "Restore the old values, or use another --workdir"
+        last = "Restore the old values, or use another workdir"
         raise InputError("\n".join([first, *refused, last]))
     return [_line(field, *pair) for field, pair in changed.items()]
 
 
 def _line(field, old, new):
-    old, new = (value if value is ABSENT else repr(value) for value in (old, new))
-    return f"  {printable(field)}: {old} -> {new}"
+    return f"  {printable(field)}: {old!r} -> {new!r}"

@@ -1,4 +1,4 @@
-"""Builds the model of a config and the training state, as shapes only or initialized."""
+"""The training state: the shapes of its arrays, and its initialization."""
 
 import functools
 import os
@@ -13,19 +13,16 @@ import jaxlib.version
 import numpy as np
 import optax
 from flax import nnx
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
-from ml_collections import ConfigDict
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from structinit_jax.attention_init import AttentionInit, SolveReport
+from structinit_jax.attention_init import AttentionInit
 from structinit_jax.attention_init.solve import reach_warning
 from structinit_jax.errors import InputError, prefixed, printable
-from structinit_jax.models import create_model
 from structinit_jax.models.timm import select_weights
 from structinit_jax.rngs import split_seed
-from structinit_jax.training import mesh as mesh_lib
+from structinit_jax.training import sharding
 
 
 class TrainState(NamedTuple):
@@ -54,12 +51,15 @@ class AbstractModel(NamedTuple):
     `nnx.merge(graphdef, params, model_state)` is the model.
     """
 
-    build: Callable[[PRNGKeyArray], nnx.Module]  # draws real arrays
+    create: Callable[[PRNGKeyArray], nnx.Module]  # draws real arrays
     mesh: jax.sharding.Mesh
     graphdef: nnx.GraphDef
     params: dict[str, Any]
     model_state: dict[str, Any]
     stacks: tuple[str, ...]  # see `Model.stacks`
+    decayed: dict[
+        str, Any
+    ]  # whether weight decay applies to each of the params, see `Model.decays`
 
 
 def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, dict[str, Any], dict[str, Any]]:
@@ -68,37 +68,45 @@ def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, dict[str, Any], dict[s
     return graphdef, nnx.to_pure_dict(params), nnx.to_pure_dict(model_state)
 
 
-def abstract_model(model: ConfigDict, data: ConfigDict, mesh: jax.sharding.Mesh) -> AbstractModel:
-    """Builds the model of a config without allocating arrays.
-
-    `model` and `data` are these sections of the config. Raises `InputError` if the fields do not
-    fit together.
-    """
-
-    def build(rng):
-        return create_model(
-            model.to_dict(),
-            image_size=data.image_size,
-            channels=data.channels,
-            rngs=nnx.Rngs(params=rng),
-        )
-
-    abstract = nnx.eval_shape(lambda: build(jax.random.key(0)))
-    stacks = abstract.stacks()
-    graphdef, params, model_state = split_model(abstract)
-    shapes = mesh_lib.shard(mesh, {"params": params, "model_state": model_state}, stacks)
-    return AbstractModel(build, mesh, graphdef, **shapes, stacks=stacks)
+def abstract_model(
+    create: Callable[[PRNGKeyArray], nnx.Module], mesh: jax.sharding.Mesh
+) -> AbstractModel:
+    """Traces the creation of a model, and places its arrays on a mesh."""
+    model = nnx.eval_shape(lambda: create(jax.random.key(0)))
+    sharding.gather_by_block(model, mesh)
+    stacks = model.stacks()
+    graphdef, params, model_state = split_model(model)
+    decayed = jax.tree_util.tree_map_with_path(
+        lambda path, _: model.decays([key.key for key in path]), params
+    )
+    shapes = sharding.shard(mesh, {"params": params, "model_state": model_state}, stacks)
+    return AbstractModel(create, mesh, graphdef, **shapes, stacks=stacks, decayed=decayed)
 
 
-def check_attention_init(scheme: AttentionInit, model: AbstractModel) -> None:
-    """Raises `InputError` if a scheme does not fit the model. Only traces; computes nothing."""
+def init_state(
+    params: dict[str, Any],
+    model_state: dict[str, Any],
+    optimizer: optax.GradientTransformation,
+    with_averages: bool = False,
+) -> TrainState:
+    """Returns the state before the first step."""
+    ema = None
+    if with_averages:
+        # Copies, since a training step could not donate one array twice.
+        ema = jax.tree.map(jnp.copy, {"params": params, "model_state": model_state})
+    return TrainState(jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params), ema)
 
-    def initialize(params, model_state, rng):
-        return nnx.merge(model.graphdef, params, model_state).initialize_attention(scheme, rng)
 
-    rng = jax.eval_shape(jax.random.key, 0)
-    with prefixed("config.attention_init: "):
-        jax.eval_shape(initialize, model.params, model.model_state, rng)
+def abstract_state(
+    model: AbstractModel, optimizer: optax.GradientTransformation, with_averages: bool = False
+) -> TrainState:
+    """Returns shapes, types and shardings of the training state of a model."""
+    init = functools.partial(init_state, optimizer=optimizer, with_averages=with_averages)
+    state = jax.eval_shape(init, model.params, model.model_state)
+    return sharding.shard(model.mesh, state, model.stacks)
+
+
+# -- initialization --------------------------------------------------------------------------------
 
 
 def initialize_model(
@@ -112,23 +120,30 @@ def initialize_model(
 
     Returns:
       Parameters, model state and metrics: 'init/seconds', 'init/compile_seconds', and for a scheme
-      that solves, 'init/loss', 'init/target_mass' and the other fields of its `SolveReport`. No
-      metrics with `start_from`.
+      that solves, 'init/loss', 'init/target_mass' and the other fields of its `SolveReport`,
+      averaged over the stacks. No metrics with `start_from`.
     """
-    seed = np.uint32(seed)  # the key is made and split in `_initialize`, within one program
+    seed = np.uint32(seed)  # the key is made and split in `draw`, within one program
     if start_from:
         return *_select_from_file(model, seed, start_from), {}
+
+    def draw(seed):
+        params_rng, attention_rng, _ = split_seed(seed)
+        network = model.create(params_rng)
+        weights = network.initialize_attention(scheme, attention_rng).values()
+        reports = [w.report for w in weights if getattr(w, "report", None) is not None]
+        report = None
+        if reports:
+            report = jax.tree.map(lambda *values: sum(values) / len(values), *reports)
+        return *split_model(network)[1:], report
 
     print(f"attention_init {name}: compiling", flush=True)
     start = time.perf_counter()
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (model.params, model.model_state))
-    initialize = jax.jit(
-        functools.partial(_initialize, model.build, scheme),
-        out_shardings=(*shardings, mesh_lib.replicated(model.mesh)),
-    )
-    initialize = initialize.lower(seed).compile(_options_for_one_run())
+    traced = jax.jit(draw, out_shardings=(*shardings, sharding.replicated(model.mesh))).lower(seed)
+    program = traced.compile(_options_for_one_run())
     compiled = time.perf_counter()
-    params, model_state, report = jax.block_until_ready(initialize(seed))
+    params, model_state, report = jax.block_until_ready(program(seed))
     seconds = time.perf_counter() - compiled
     compile_seconds = compiled - start
     metrics = {"init/seconds": seconds, "init/compile_seconds": compile_seconds}
@@ -146,17 +161,17 @@ def initialize_model(
     return params, model_state, metrics
 
 
-def _options_for_one_run() -> dict[str, Any]:
-    """Returns XLA options for a program that runs once, which halve its compile time on CPUs.
-
-    It runs as fast as with all optimizations. Nothing is set if the user sets `XLA_FLAGS`.
-    """
-    if jax.default_backend() != "cpu" or "XLA_FLAGS" in os.environ:
-        return {}
-    options = {"xla_backend_optimization_level": 1, "xla_cpu_parallel_codegen_split_count": 1}
-    if jaxlib.version.__version_info__ < (0, 11):  # later ones have no such option
-        options["xla_cpu_use_fusion_emitters"] = False
-    return options
+def initialize_state(
+    params: dict[str, Any],
+    model_state: dict[str, Any],
+    optimizer: optax.GradientTransformation,
+    abstract: TrainState,
+) -> TrainState:
+    """Returns the state before the first step, placed as in `abstract`; donates the weights."""
+    with_averages = abstract.ema is not None
+    init = functools.partial(init_state, optimizer=optimizer, with_averages=with_averages)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    return jax.jit(init, out_shardings=shardings, donate_argnums=(0, 1))(params, model_state)
 
 
 def find_targets(
@@ -172,7 +187,7 @@ def find_targets(
     @jax.jit  # removes the solve, whose result is not used
     def find(seed):
         params_rng, attention_rng, _ = split_seed(seed)
-        weights = model.build(params_rng).initial_weights(scheme, attention_rng)
+        weights = model.create(params_rng).initialize_attention(scheme, attention_rng)
         # Schemes that do not solve have no targets.
         with_targets = {k: w for k, w in weights.items() if getattr(w, "targets", None) is not None}
         return {k: (w.filter_index, w.targets) for k, w in with_targets.items()}
@@ -180,28 +195,17 @@ def find_targets(
     return jax.device_get(find(np.uint32(seed)))
 
 
-def init_state(
-    params: dict[str, Any],
-    model_state: dict[str, Any],
-    optimizer: optax.GradientTransformation,
-    ema_decay: float = 0.0,
-) -> TrainState:
-    """Returns the state before the first step."""
-    ema = None
-    if ema_decay:
-        # Copies, since a training step could not donate one array twice.
-        ema = jax.tree.map(jnp.copy, {"params": params, "model_state": model_state})
-    return TrainState(jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params), ema)
+def _options_for_one_run() -> dict[str, Any]:
+    """Returns XLA options for a program that runs once, which halve its compile time on CPUs.
 
-
-def _initialize(
-    build: Callable[[PRNGKeyArray], nnx.Module], scheme: AttentionInit, seed: ArrayLike
-) -> tuple[dict[str, Any], dict[str, Any], SolveReport | None]:
-    """Returns parameters and model state that a run starts with, and the report of its solve."""
-    params_rng, attention_rng, _ = split_seed(seed)
-    model = build(params_rng)
-    report = model.initialize_attention(scheme, attention_rng)
-    return *split_model(model)[1:], report
+    It runs as fast as with all optimizations. Nothing is set if the user sets `XLA_FLAGS`.
+    """
+    if jax.default_backend() != "cpu" or "XLA_FLAGS" in os.environ:
+        return {}
+    options = {"xla_backend_optimization_level": 1, "xla_cpu_parallel_codegen_split_count": 1}
+    if jaxlib.version.__version_info__ < (0, 11):  # later ones have no such option
+        options["xla_cpu_use_fusion_emitters"] = False
+    return options
 
 
 def _select_from_file(model: AbstractModel, seed: np.uint32, path: str) -> tuple[dict, dict]:
@@ -213,7 +217,7 @@ def _select_from_file(model: AbstractModel, seed: np.uint32, path: str) -> tuple
             f"config.start_from={path!r} cannot be read: {error}. It must be a safetensors file of "
             "a timm model, such as structinit_jax.export writes"
         ) from error
-    draw = jax.jit(lambda seed: split_model(model.build(split_seed(seed)[0]))[1:])
+    draw = jax.jit(lambda seed: split_model(model.create(split_seed(seed)[0]))[1:])
     student = nnx.merge(model.graphdef, *jax.device_get(draw(seed)))
     with prefixed(f"config.start_from={path!r} does not fit the model: "):
         student = select_weights(teacher, student)

@@ -1,7 +1,6 @@
 """The training step and the evaluation step as pure functions."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -9,25 +8,22 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
 from jaxtyping import Array, ArrayLike
 
 from structinit_jax.augment import Augment, normalize
 from structinit_jax.data.loader import Batch
-from structinit_jax.models.model import FSDP_AXIS, is_stacked
 from structinit_jax.rngs import step_rngs
-from structinit_jax.training import mesh as mesh_lib
-from structinit_jax.training.state import TrainState, split_model
+from structinit_jax.training.sharding import gather_outside_stacks
+from structinit_jax.training.state import AbstractModel, TrainState, split_model
 
 Metrics = dict[str, Any]
 
 
 def make_train_step(
-    graphdef: nnx.GraphDef,
+    model: AbstractModel,
     optimizer: optax.GradientTransformation,
     learning_rate: optax.Schedule,
     augment: Augment,
-    mesh: Mesh,
     *,
     loss: Callable[..., Array],
     accumulate_steps: int = 1,
@@ -46,15 +42,15 @@ def make_train_step(
     optimizer has its own. `ema_decay` is the weight of the old average in the new one, if the state
     has averages. Gradients and new weights stay sharded over the mesh.
     """
-    value_and_grad = _make_value_and_grad(graphdef, loss)
+    value_and_grad = _make_value_and_grad(model.graphdef, loss)
     if accumulate_steps > 1:
         value_and_grad = _in_parts(value_and_grad, accumulate_steps)
-    value_and_grad = _gather_by_layer(value_and_grad, graphdef, mesh)
 
     def train_step(state: TrainState, batch: Batch, seed: ArrayLike) -> tuple[TrainState, Metrics]:
         augment_rng, rng = step_rngs(seed, state.step)
         batch = augment(augment_rng, batch["image"], batch["label"])
-        result = value_and_grad(state.params, state.model_state, batch, rng)
+        params = gather_outside_stacks(state.params, model.mesh, model.stacks)
+        result = value_and_grad(params, state.model_state, batch, rng)
         (loss, (accuracy, model_state)), grads = result
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -129,46 +125,20 @@ def _is_finite(tree):
     return jnp.isfinite(jnp.stack([jnp.sum(x) for x in sums.values()])).all()
 
 
-def _gather_by_layer(function, graphdef, mesh):
-    """Wraps `function(params, model_state, ...)` so that sharded weights are gathered by layer."""
-    replicated = mesh_lib.replicated(mesh)
-
-    def wrapped(params, model_state, *args):
-        stacks = nnx.merge(graphdef, params, model_state).stacks()
-
-        def gather_outside_stacks(path, leaf):
-            # Without this, XLA would shard activations along the channels like the weights.
-            if is_stacked(path, stacks):
-                return leaf
-            return jax.lax.with_sharding_constraint(leaf, replicated)
-
-        params = jax.tree_util.tree_map_with_path(gather_outside_stacks, params)
-        # Tells stacks to gather the weights of each block (`models.model.gather_weights`).
-        sharded = mesh.shape[FSDP_AXIS] > 1
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if sharded else nullcontext():
-            return function(params, model_state, *args)
-
-    return wrapped
-
-
 def make_eval_step(
-    graphdef: nnx.GraphDef, mesh: Mesh, mean: Sequence[float], std: Sequence[float]
+    model: AbstractModel, mean: Sequence[float], std: Sequence[float]
 ) -> Callable[[dict, dict, Batch], Metrics]:
     """Builds the evaluation step, `(params, model_state, batch) -> sums`.
 
     The sums 'loss', 'correct' and 'count' are over the examples whose mask is 1. In addition there
     are 'label' and 'predicted', the classes of each example; the label is -1 where the mask is 0.
-    `mean` and `std` are per channel, of pixels scaled to [0, 1]. Sharded weights are gathered layer
-    by layer.
+    `mean` and `std` are per channel, of pixels scaled to [0, 1].
     """
-
-    def predict(params, model_state, images):
-        model = nnx.merge(graphdef, params, model_state)
-        return model(images)[0]
 
     def eval_step(params: dict, model_state: dict, batch: Batch) -> Metrics:
         images = normalize(batch["image"], tuple(mean), tuple(std))
-        logits = _gather_by_layer(predict, graphdef, mesh)(params, model_state, images)
+        params = gather_outside_stacks(params, model.mesh, model.stacks)
+        logits, _ = nnx.merge(model.graphdef, params, model_state)(images)
         labels = batch["label"]
         mask = batch["mask"]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)

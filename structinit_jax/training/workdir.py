@@ -1,9 +1,8 @@
 """The output directory of a run: its lock and its small files.
 
 A workdir may come from somebody else, or lie in a folder like /tmp in which others can prepare it.
-Nothing is written, replaced or deleted through a symbolic link in it, and what is read must be a
-regular file: a pipe would block. The path of the workdir may itself be a link, such as one to a
-scratch disk, since whoever passes it has chosen where it leads.
+Nothing is written, replaced or deleted through a symbolic link in it. The path of the workdir may
+itself be a link, such as one to a scratch disk.
 """
 
 import contextlib
@@ -12,7 +11,6 @@ import fcntl
 import json
 import os
 import socket
-import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,20 +36,20 @@ def is_url(workdir: epath.PathLike) -> bool:
 
 
 def open_path(workdir: epath.PathLike) -> epath.Path:
-    """Returns --workdir as an absolute path, or as one in object storage.
+    """Returns a workdir as an absolute path, or as one in object storage.
 
     Raises `InputError` if the storage is not supported, or cannot be reached.
     """
     if not is_url(workdir):
         return epath.Path(Path(workdir).expanduser().absolute())
     if set(str(workdir)) & set("[]*?"):
-        raise InputError(f"--workdir={workdir} must not contain [, ], * or ?, which are patterns")
+        raise InputError(f"workdir={workdir} must not contain [, ], * or ?, which are patterns")
     try:
         path = epath.Path(workdir)
         path.exists()
     except Exception as error:  # each storage has its own errors
         raise InputError(
-            f"--workdir={workdir} cannot be used ({type(error).__name__}: {error}): gs:// needs "
+            f"workdir={workdir} cannot be used ({type(error).__name__}: {error}): gs:// needs "
             "pip install '.[gcs]', s3:// '.[s3]', and both need access to the bucket"
         ) from error
     return path
@@ -84,13 +82,13 @@ def prepare_workdir(workdir: epath.PathLike) -> Path:
     Raises `InputError` if it cannot be created or written to, or is a URL.
     """
     if is_url(workdir):
-        raise InputError(f"--workdir={workdir} is a URL, but this command needs a directory")
+        raise InputError(f"workdir={workdir} is a URL, but this command needs a directory")
     path = Path(workdir).expanduser().absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
         open_to_append(path / LOCK).close()
     except OSError as error:
-        raise InputError(f"--workdir={workdir} cannot be written to: {error}") from error
+        raise InputError(f"workdir={workdir} cannot be written to: {error}") from error
     return path
 
 
@@ -110,7 +108,7 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
             file.seek(0)
             holder = printable(file.read(200).strip())
             raise InputError(
-                f"--workdir={workdir} is in use by another run ({holder}): wait until it ends, stop"
+                f"workdir={workdir} is in use by another run ({holder}): wait until it ends, stop"
                 f" it, or choose another directory; if its host is lost, delete {LOCK}"
             ) from None
         except OSError:
@@ -134,18 +132,10 @@ def identify(workdir: epath.Path) -> str | None:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def is_regular(path: epath.PathLike) -> bool:
-    """Whether a path is that of a file, not of a pipe or device (etils takes these for files)."""
-    return is_url(path) or os.path.isfile(path)
-
-
 def read_file(path: epath.PathLike) -> bytes:
-    """Returns the content of a file; `InputError` if it is missing or not a regular file."""
-    path = epath.Path(path)
+    """Returns the content of a file; `InputError` if it cannot be read."""
     try:
-        if path.exists() and not is_regular(path):
-            raise InputError(f"{path} is not a regular file")
-        return path.read_bytes()
+        return epath.Path(path).read_bytes()
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -175,18 +165,18 @@ def make_folder(folder: epath.PathLike) -> None:
 
 
 def open_to_append(path: epath.PathLike) -> TextIO:
-    """Opens a text file to read it and to append lines; `InputError` if it is a link or a pipe."""
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    """Opens a text file to read it and to append lines; `InputError` if it is a link."""
+
+    def open_itself(path, flags):
+        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+    text = dict(buffering=1, encoding="utf-8", errors="backslashreplace")
     try:
-        number = os.open(path, flags, 0o666)
+        return open(path, "a+", opener=open_itself, **text)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise _link_error(path) from error
         raise
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        raise InputError(f"{path} is not a regular file: delete it")
-    return open(number, "a+", buffering=1, encoding="utf-8", errors="backslashreplace")
 
 
 @contextlib.contextmanager
@@ -230,5 +220,5 @@ def report_full_disk(workdir: epath.PathLike) -> Iterator[None]:
 def _link_error(path):
     return InputError(
         f"{path} is a symbolic link, through which nothing is written: delete it. To write to "
-        "another disk, pass a folder there as --workdir"
+        "another disk, pass a folder there as workdir"
     )

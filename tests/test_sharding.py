@@ -6,14 +6,13 @@ import re
 import jax
 import numpy as np
 import pytest
+from conftest import set_up
 from jax.sharding import PartitionSpec
 
 from structinit_jax.config import base_config
 from structinit_jax.dry_run import bytes_by_kind
 from structinit_jax.errors import InputError
-from structinit_jax.models.model import MIN_SIZE_TO_SHARD
-from structinit_jax.run import set_up
-from structinit_jax.training import mesh as mesh_lib
+from structinit_jax.training.sharding import MIN_SIZE_TO_SHARD, make_mesh
 from structinit_jax.training.step import make_eval_step
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -24,7 +23,7 @@ def num_bytes(tree):
 
 
 def compile_step(config):
-    setup = set_up(config, 384)
+    setup = set_up(config)
     return setup, setup.train_step.lower(*setup.arguments).compile()
 
 
@@ -60,7 +59,7 @@ def test_data_parallel_devices_exchange_gradients_and_nothing_else(wide_config):
 
 def test_averages_are_sharded_like_the_weights(wide_config):
     wide_config.update(fsdp=4, ema_decay=0.9)
-    state = set_up(wide_config, 384).abstract_state
+    state = set_up(wide_config).abstract_state
     assert state.ema == {"params": state.params, "model_state": state.model_state}
 
 
@@ -90,7 +89,7 @@ def test_the_model_state_is_replicated(tiny_config):
         num_classes=10, width=128, depth=2, kernel_size=8, spatial_filters="fixed"
     )
     tiny_config.fsdp = 4
-    state = set_up(tiny_config, 384).abstract_state
+    state = set_up(tiny_config).abstract_state
     kernel = state.model_state["blocks"]["spatial"]["kernel"]
     assert kernel.size >= MIN_SIZE_TO_SHARD
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state.model_state))
@@ -100,10 +99,10 @@ def test_the_model_state_is_replicated(tiny_config):
 
 def test_an_evaluation_gathers_one_block_at_a_time(wide_config):
     wide_config.fsdp = 4
-    setup = set_up(wide_config, 384)
+    setup = set_up(wide_config)
     model, batch = setup.model, setup.abstract_batch
     mask = jax.ShapeDtypeStruct((64,), np.float32, sharding=batch["label"].sharding)
-    step = jax.jit(make_eval_step(model.graphdef, model.mesh, (0.3,), (0.4,)))
+    step = jax.jit(make_eval_step(model, (0.3,), (0.4,)))
     step = step.lower(model.params, model.model_state, batch | {"mask": mask}).compile()
     weights = [w for w in jax.tree.leaves(model.params) if "fsdp" in w.sharding.spec]
     assert bytes_by_kind(step.as_text())["all-gather"] == num_bytes(weights)
@@ -113,5 +112,5 @@ def test_an_evaluation_gathers_one_block_at_a_time(wide_config):
 
 
 def test_a_group_that_does_not_divide_the_devices_is_refused():
-    with pytest.raises(InputError, match=r"config\.fsdp=3 does not divide the 8 devices"):
-        mesh_lib.make_mesh(fsdp=3)
+    with pytest.raises(InputError, match=r"fsdp=3 does not divide the 8 devices"):
+        make_mesh(fsdp=3)

@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from conftest import set_up
 
-from structinit_jax import run
 from structinit_jax.errors import InputError
-from structinit_jax.training.setup import bytes_needed, check_memory, explain_out_of_memory
+from structinit_jax.training import build
+from structinit_jax.training.memory import bytes_needed, check_memory, explain_out_of_memory
 
 
 def test_a_step_fits_what_images_leave():
@@ -35,7 +36,7 @@ def test_recomputing_saves_memory(tiny_config):
     needed = []
     for remat in ("none", "dots", "full"):
         tiny_config.model.remat = remat
-        setup = run.set_up(tiny_config, 384, 90)
+        setup = set_up(tiny_config)
         needed.append(bytes_needed(setup.train_step.lower(*setup.arguments).compile()))
-    assert setup.data_bytes == (384 + 90) * 8 * 8
+    assert build.data_bytes(tiny_config, 384, 90) == (384 + 90) * 8 * 8
     assert needed[0] > needed[1] > needed[2]

@@ -18,12 +18,10 @@ from ml_collections import ConfigDict
 from structinit_jax.data.source import digest
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.evaluate import describe, make_evaluator, write_by_class
-from structinit_jax.run import Run
-from structinit_jax.training import checkpoint, distributed, resume
-from structinit_jax.training import mesh as mesh_lib
+from structinit_jax.training import build, checkpoint, distributed, memory, resume, sharding
+from structinit_jax.training import state as state_lib
 from structinit_jax.training import workdir as workdir_lib
-from structinit_jax.training.metrics import MetricsLog, PendingMetrics, Progress, StepTrace, average
-from structinit_jax.training.setup import check_memory, explain_out_of_memory, memory_limit
+from structinit_jax.training.metrics import MAX_IN_FLIGHT, MetricsLog, Progress, StepTrace, average
 
 with epy.lazy_imports():  # first used while the training step compiles
     from clu import parameter_overview
@@ -61,47 +59,63 @@ def train(
     """
     with contextlib.ExitStack() as on_exit:
         began = time.perf_counter()
-        on_exit.enter_context(explain_out_of_memory())
+        on_exit.enter_context(memory.explain_out_of_memory())
         on_exit.enter_context(workdir_lib.report_full_disk(workdir))
 
-        # -- Data, mesh, schedule, model, optimizer and training step; nothing is allocated yet ----
-        run = Run(config)
+        # -- Data ----------------------------------------------------------------------------------
+        dataset = build.open_data(config)
+        train_source, eval_source = build.open_splits(config, dataset)
+
+        # -- Mesh, schedule, model, optimizer and step: checked here, allocated below --------------
+        mesh = build.make_mesh(config)
+        schedule = build.make_schedule(config, len(train_source))
+        model = build.make_model(config, mesh)
+        scheme = build.make_scheme(config, model)
+        optimizer = build.make_optimizer(config, schedule.learning_rate, model)
+        abstract_state = state_lib.abstract_state(model, optimizer, config.ema_decay > 0)
+        step_function = build.make_step(config, model, optimizer, schedule.learning_rate)
+        train_step = build.jit_step(step_function, mesh, abstract_state)
+
+        # -- Workdir -------------------------------------------------------------------------------
         workdir = on_exit.enter_context(workdir_lib.open_workdir(workdir))
+        names = list(dataset.class_names)
         data = config.data
-        names = list(run.dataset.class_names)
         # Saved with each checkpoint, and checked when the run is resumed from it.
         record = {
             "config": json.loads(config.to_json()),
             "evaluation": f"{data.name} {data.eval_split}, crop_fraction {data.crop_fraction}, "
-            f"digest {digest(run.eval_source, names)}",
+            f"digest {digest(eval_source, names)}",
             "class_names": names,
-            "data_digest": digest(run.train_source, names),
+            "data_digest": digest(train_source, names),
         }
         _check_processes(record, workdir)
-        setup = run.setup
-        schedule = setup.schedule
-        mesh = setup.model.mesh
-        print(f"devices: {mesh_lib.describe(mesh)}")
+        print(f"devices: {sharding.describe(mesh)}")
 
-        # Compiled ahead of time, so that an unexpected shape is an error and not a recompilation.
+        # -- Compiled ahead of time, so that an unexpected shape is an error, not a recompilation --
         # Another thread compiles while this one initializes or restores the state. The step is
         # traced here, since JAX context managers are thread-local.
-        lowered = setup.train_step.lower(*setup.arguments)
+        lowered = train_step.lower(abstract_state, build.abstract_batch(config, mesh), build.SEED)
         compiler = ThreadPoolExecutor(1, "compile")
         on_exit.callback(compiler.shutdown, wait=False)
         compiling = compiler.submit(lowered.compile)
 
-        # -- Initialize the state, or restore it from the newest checkpoint ------------------------
+        # -- State: initialized, or restored from the newest checkpoint ----------------------------
         checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
         on_exit.callback(checkpoints.close)
         start_step = checkpoints.latest_step or 0
+        init_metrics = {}
         if start_step:
-            state = _restore(run, checkpoints, record, workdir)
-            init_metrics = {}
+            _check_resume(config, schedule, checkpoints, record, workdir)
+            state = checkpoint.restore(checkpoints.directory, start_step, abstract_state)
+            print(f"resumed from step {start_step} in {workdir}")
         else:
-            params = setup.model.params
-            print(parameter_overview.get_parameter_overview(params, include_stats=False))
-            state, init_metrics = setup.initialize()
+            print(parameter_overview.get_parameter_overview(model.params, include_stats=False))
+            name = config.attention_init.name
+            params, model_state, init_metrics = state_lib.initialize_model(
+                model, scheme, config.seed, config.start_from, name
+            )
+            state = state_lib.initialize_state(params, model_state, optimizer, abstract_state)
+            del params, model_state  # donated
         if jax.process_index() == 0:
             workdir_lib.write_atomically(workdir / "config.json", config.to_json(indent=2) + "\n")
         log = MetricsLog(workdir, start_step)
@@ -109,32 +123,31 @@ def train(
         if init_metrics:
             log.write(0, init_metrics)
 
-        # -- Batches -------------------------------------------------------------------------------
-        batches = run.train_batches(start_step)
+        # -- Batches, evaluation and compiled step -------------------------------------------------
+        batches = build.train_batches(config, train_source, mesh, start_step, schedule.num_steps)
         # Taken before the loop, since it compiles a gather or starts the decoding threads.
         batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
-
-        # -- Compiled step and evaluation ----------------------------------------------------------
-        evaluate = make_evaluator(config, setup.model, run.eval_source)
+        evaluate = make_evaluator(config, model, eval_source)
         train_step = compiling.result()
-        needs = check_memory(train_step, setup.data_bytes, memory_limit())
+        data_bytes = build.data_bytes(config, len(train_source), len(eval_source))
+        needs = memory.check_memory(train_step, data_bytes, memory.memory_limit())
         print(f"memory per device: {needs}")
 
         # -- Loop ----------------------------------------------------------------------------------
         print(
-            f"training on {len(run.train_source):,} examples for {schedule.num_steps:,} steps "
+            f"training on {len(train_source):,} examples for {schedule.num_steps:,} steps "
             f"({schedule.num_steps / schedule.steps_per_epoch:.1f} epochs), "
-            f"evaluating on {len(run.eval_source):,} of {run.dataset.name} {data.eval_split}",
+            f"evaluating on {len(eval_source):,} of {dataset.name} {data.eval_split}",
             flush=True,
         )
-        pending = PendingMetrics()
+        pending = {}  # metrics on the devices, by step; to read each at once would leave them idle
         progress = Progress(
             start_step, schedule.num_steps, schedule.steps_per_epoch, config.batch_size
         )
         trace = StepTrace(workdir, profile_step and start_step + profile_step)
         on_exit.callback(trace.close)
         trace.after(start_step, state)
-        seed = jax.device_put(np.uint32(config.seed), mesh_lib.replicated(mesh))
+        seed = jax.device_put(np.uint32(config.seed), sharding.replicated(mesh))
         stop_request = on_exit.enter_context(stop_request or distributed.StopRequest())
         evaluation = None
         on_exit.enter_context(jax.transfer_guard("disallow"))
@@ -142,11 +155,12 @@ def train(
             with progress.wait("data"):
                 batch = next(batches)
             state, metrics = train_step(state, batch, seed)
-            pending.add(step, metrics)
+            pending[step] = metrics
+            jax.block_until_ready(pending.get(step - MAX_IN_FLIGHT))
             trace.after(step, state)
-            if step - start_step in (1, 4):
+            if step == start_step + 1:
                 jax.block_until_ready(metrics)
-                progress.estimate(step, began)
+                print(f"first step after {time.perf_counter() - began:.1f} s", flush=True)
 
             is_last = step == schedule.num_steps
             evaluates = step in schedule.eval_steps
@@ -154,7 +168,8 @@ def train(
             saves = evaluates or stops or step % config.checkpoint_every_steps == 0
             # Every checkpoint is logged: a run resumed from it does not repeat the steps before it.
             if saves or step % config.log_every_steps == 0:
-                steps = pending.fetch()
+                steps = jax.device_get(pending)
+                pending.clear()
                 _check_finite(steps, workdir, checkpoints)
                 values = average(steps) | progress.measure(step)
                 log.write(step, values)
@@ -199,27 +214,22 @@ def _check_processes(record, workdir):
     """Checks that all processes have the same config, data and workdir."""
     fields = flatten_dict(record["config"], sep=".")
     del fields["data.data_dir"]  # each host may have its own copy of the data
-    distributed.check_equal(record | {"config": fields, "--workdir": workdir_lib.identify(workdir)})
+    distributed.check_equal(record | {"config": fields, "workdir": workdir_lib.identify(workdir)})
 
 
-def _restore(run, checkpoints, record, workdir):
-    """Restores the state of the newest checkpoint, or raises `InputError` if it does not fit."""
+def _check_resume(config, schedule, checkpoints, record, workdir):
+    """Raises `InputError` unless config and data continue the run of the newest checkpoint."""
     step = checkpoints.latest_step
-    config = run.config
-    num_steps = run.setup.schedule.num_steps
     saved = checkpoint.read_run(checkpoints.directory, step)
-    name = f"step {step} in {workdir}"
-    if changed := resume.check(saved, config, record["data_digest"], name):
+    place = f"step {step} in {workdir}"
+    if changed := resume.check(saved, config, record["data_digest"], place):
         print("config changed since the checkpoint:", *changed, sep="\n")
-    if step > num_steps:
+    if step > schedule.num_steps:
         field = "num_steps" if config.num_steps else "num_epochs"
         raise InputError(
-            f"--workdir={workdir} has a checkpoint of step {step}, but the config ends at step "
-            f"{num_steps}: raise config.{field}, or use another --workdir"
+            f"workdir={workdir} has a checkpoint of step {step}, but the config ends at step "
+            f"{schedule.num_steps}: raise config.{field}, or use another workdir"
         )
-    state = checkpoint.restore(checkpoints.directory, step, run.setup.abstract_state)
-    print(f"resumed from {name}")
-    return state
 
 
 def _check_finite(steps, workdir, checkpoints):

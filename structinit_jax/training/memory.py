@@ -1,44 +1,17 @@
-"""The parts of a run before any array is allocated, and the memory of its training step."""
+"""The memory that a training step needs, and what each device has."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
 import jax
-import numpy as np
 
 from structinit_jax.errors import InputError
-from structinit_jax.training.optimizer import Schedule
-from structinit_jax.training.state import AbstractModel, TrainState
 
 SAVE_MEMORY = (
     "To save memory: --config.model.remat=dots (or full, which is slower), "
     "--config.accumulate_steps=2 (or more), --config.model.dtype=bfloat16, --config.fsdp=N on N "
     "devices"
 )
-
-
-class Setup(NamedTuple):
-    """The parts of a run that its config determines, before any array is allocated.
-
-    `abstract_state` and `abstract_batch` have the shapes, types and shardings of the training state
-    and of a global batch.
-    """
-
-    schedule: Schedule
-    model: AbstractModel  # on the devices of the run, or those of a dry run's target
-    # Returns the state before the first step, and the metrics of `state.initialize_model`.
-    initialize: Callable[[], tuple[TrainState, dict[str, float]]]
-    # `(state, batch, seed) -> (state, metrics)`, jitted. It donates the state.
-    train_step: jax.stages.Wrapped
-    abstract_state: TrainState
-    abstract_batch: dict[str, jax.ShapeDtypeStruct]
-    data_bytes: int  # of training and evaluation images, in the memory of every device
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """The shapes, types and shardings of the arguments of a training step."""
-        return self.abstract_state, self.abstract_batch, jax.ShapeDtypeStruct((), np.uint32)
 
 
 def memory_limit() -> int | None:

@@ -1,0 +1,270 @@
+"""Builds the parts of a run from its config: data, mesh, schedule, model, optimizer and step.
+
+Nothing here allocates device memory, except for the batches. The functions raise `InputError` if
+fields of the config do not fit each other, the data or the devices.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from structinit_jax import config as config_lib
+from structinit_jax.attention_init import AttentionInit
+from structinit_jax.augment import Augment, make_augment
+from structinit_jax.data import datasets
+from structinit_jax.data.crops import RandomCrop
+from structinit_jax.data.loader import Batch, bytes_on_device, make_loader
+from structinit_jax.data.source import Dataset, ImageSource, check_classes, count_common
+from structinit_jax.errors import InputError, find, prefixed
+from structinit_jax.models import create_model
+from structinit_jax.training import optimizer as optimizer_lib
+from structinit_jax.training import sharding
+from structinit_jax.training.optimizer import Schedule
+from structinit_jax.training.state import AbstractModel, TrainState, abstract_model
+from structinit_jax.training.step import make_train_step
+
+# loss(logits [B, C], targets [B, C]) -> [B]; targets are probabilities, mixed and smoothed.
+LOSSES: Mapping[str, Callable] = {"softmax_cross_entropy": optax.softmax_cross_entropy}
+SEED = jax.ShapeDtypeStruct((), np.uint32)  # the last argument of the training step
+
+
+# -- data ------------------------------------------------------------------------------------------
+
+
+def open_data(config: ConfigDict) -> Dataset:
+    """Checks a config, and opens its data set, which must have the classes of the model."""
+    config_lib.validate(config)
+    data = config.data
+    dataset = datasets.open_dataset(data.name, data.data_dir or None, data.channels)
+    check_classes(dataset.info, config.model.num_classes)
+    return dataset
+
+
+def open_split(config: ConfigDict, dataset: Dataset, field: str) -> ImageSource:
+    """Opens the split that `config.data` names in 'train_split' or 'eval_split'."""
+    data = config.data
+    source = dataset.split(data[field], f"data.{field}", data.on_bad_image)
+    source[0]  # fails now, rather than after hours, if the split has no labels
+    return source
+
+
+def open_splits(config: ConfigDict, dataset: Dataset) -> tuple[ImageSource, ImageSource]:
+    """Opens the splits for training and evaluation, and prints a note if they overlap."""
+    train_source = open_split(config, dataset, "train_split")
+    eval_source = open_split(config, dataset, "eval_split")
+    data = config.data
+    if common := count_common(data.train_split, data.eval_split, dataset.info):
+        print(
+            f"note: training sees {common:,} examples of the evaluation split:"
+            f" config.data.train_split={data.train_split!r}, eval_split={data.eval_split!r}"
+        )
+    return train_source, eval_source
+
+
+def train_batches(
+    config: ConfigDict,
+    source: ImageSource,
+    mesh: Mesh,
+    start_step: int,
+    num_steps: int,
+    in_memory: bool = True,
+) -> Iterator[Batch]:
+    """Yields the training batches of steps `start_step` to `num_steps - 1`, counted from 0.
+
+    Unless `in_memory`, images are decoded when they are needed, whatever the size of the split.
+    """
+    data = config.data
+    random_crop = None
+    if config.augment.crop == "resized":
+        random_crop = RandomCrop(config.seed, config.augment.crop_scale)
+    size = data.image_size
+    loader = make_loader(
+        source, mesh, image_size=size, random_crop=random_crop, in_memory=in_memory
+    )
+    return loader.train_batches(
+        batch_size=config.batch_size,
+        seed=config.seed,
+        start_step=start_step,
+        num_steps=num_steps,
+        repeats=data.repeats,
+        drop_remainder=data.drop_remainder,
+    )
+
+
+def data_bytes(config: ConfigDict, num_examples: int, num_eval_examples: int) -> int:
+    """Returns the bytes of both splits' images in the memory of every device."""
+    data = config.data
+    size = bytes_on_device(num_eval_examples, data.image_size, data.channels)
+    if config.augment.crop != "resized":  # images with such crops are decoded for every batch
+        size += bytes_on_device(num_examples, data.image_size, data.channels)
+    return size
+
+
+# -- mesh, schedule, model and optimizer -----------------------------------------------------------
+
+
+def make_mesh(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Arranges the devices of training, by default all devices of all processes."""
+    with prefixed("config."):
+        mesh = sharding.make_mesh(config.fsdp, devices)
+    divisor = mesh.size * config.accumulate_steps
+    if config.batch_size % divisor:
+        raise InputError(
+            f"config.batch_size={config.batch_size} must be a multiple of {divisor}: the batch is "
+            f"split over {mesh.size} devices and config.accumulate_steps={config.accumulate_steps}"
+        )
+    return mesh
+
+
+def make_schedule(config: ConfigDict, num_examples: int) -> Schedule:
+    """Converts the epochs of a config to steps, for a training split of `num_examples`."""
+    batch_size = config.batch_size
+    if config.data.drop_remainder:
+        if num_examples < batch_size:
+            raise InputError(
+                f"config.data.drop_remainder=True leaves no batch of {num_examples:,} training "
+                f"examples: set it to False, or lower config.batch_size={batch_size}"
+            )
+        num_examples -= num_examples % batch_size
+    steps_per_epoch = num_examples / batch_size
+    num_steps = config.num_steps or max(1, round(config.num_epochs * steps_per_epoch))
+    # One evaluation a step at most.
+    interval = max(1.0, config.eval_every_epochs * steps_per_epoch)
+    evaluations = range(1, int(num_steps / interval) + 1)
+    eval_steps = frozenset(round(interval * number) for number in evaluations) | {num_steps}
+    rates = dict(
+        learning_rate=config.learning_rate,
+        warmup_epochs=config.warmup_epochs,
+        warmup_learning_rate=config.warmup_learning_rate,
+        final_learning_rate=config.final_learning_rate,
+        cooldown_epochs=config.cooldown_epochs,
+    )
+    if config.schedule == "timm_cosine":
+        num_epochs = config.num_epochs
+        if config.num_steps:
+            num_epochs = num_steps * batch_size / num_examples
+        learning_rate = optimizer_lib.timm_cosine(
+            num_epochs=num_epochs,
+            num_steps=num_steps,
+            num_examples=num_examples,
+            batch_size=batch_size,
+            **rates,
+        )
+    else:
+        learning_rate = optimizer_lib.cosine(
+            num_steps=num_steps, steps_per_epoch=steps_per_epoch, **rates
+        )
+    return Schedule(num_steps, steps_per_epoch, eval_steps, learning_rate)
+
+
+def make_model(config: ConfigDict, mesh: Mesh) -> AbstractModel:
+    """Returns the model without its arrays."""
+    options = config.model.to_dict()
+    data = config.data
+
+    def create(rng):
+        rngs = nnx.Rngs(params=rng)
+        return create_model(options, image_size=data.image_size, channels=data.channels, rngs=rngs)
+
+    return abstract_model(create, mesh)
+
+
+def make_scheme(config: ConfigDict, model: AbstractModel) -> AttentionInit:
+    """Returns the scheme of `config.attention_init`, once traced, which checks that it fits."""
+    scheme = config_lib.make_attention_init(config)
+
+    def initialize(params, model_state, rng):
+        nnx.merge(model.graphdef, params, model_state).initialize_attention(scheme, rng)
+
+    rng = jax.eval_shape(jax.random.key, 0)
+    with prefixed("config.attention_init: "):
+        jax.eval_shape(initialize, model.params, model.model_state, rng)
+    return scheme
+
+
+def make_optimizer(
+    config: ConfigDict, learning_rate: optax.Schedule, model: AbstractModel
+) -> optax.GradientTransformation:
+    """Returns the optimizer that `config.optimizer` names.
+
+    One of the user's own, 'module:function', is called with `learning_rate` and with the fields of
+    the config that its parameters name: of the functions in optax, each takes other ones. It sees
+    the model's stacks as lists of layers.
+    """
+    if config.optimizer == "adamw":
+        return optimizer_lib.adamw(
+            learning_rate,
+            weight_decay=config.weight_decay,
+            adam_b2=config.adam_b2,
+            adam_epsilon=config.adam_epsilon,
+            clip_norm=config.clip_norm,
+            decayed=model.decayed,
+        )
+    make = find(config.optimizer, {"adamw": optimizer_lib.adamw}, "optimizer")
+    parameters = inspect.signature(make).parameters
+    options = {name: value for name, value in config.items() if name in parameters}
+    optimizer = make(**options | {"learning_rate": learning_rate})
+    return optimizer_lib.by_layer(optimizer, model.stacks)
+
+
+# -- step ------------------------------------------------------------------------------------------
+
+
+def abstract_batch(config: ConfigDict, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shapes, types and shardings of a global batch."""
+    data = config.data
+    shape = (config.batch_size, data.image_size, data.image_size, data.channels)
+    batch_sharding = sharding.batch_sharding(mesh)
+    return {
+        "image": jax.ShapeDtypeStruct(shape, np.uint8, sharding=batch_sharding),
+        "label": jax.ShapeDtypeStruct(shape[:1], np.int32, sharding=batch_sharding),
+    }
+
+
+def make_augmentation(config: ConfigDict, mesh: Mesh) -> Augment:
+    """Returns the augmentation of training batches that are sharded over a mesh."""
+    return make_augment(
+        config.augment,
+        num_classes=config.model.num_classes,
+        mean=config.data.mean,
+        std=config.data.std,
+        label_smoothing=config.label_smoothing,
+        mesh=mesh,
+    )
+
+
+def make_step(
+    config: ConfigDict,
+    model: AbstractModel,
+    optimizer: optax.GradientTransformation,
+    learning_rate: optax.Schedule,
+) -> Callable:
+    """Returns the training step, see `step.make_train_step`."""
+    return make_train_step(
+        model,
+        optimizer,
+        learning_rate,
+        make_augmentation(config, model.mesh),
+        loss=find(config.loss, LOSSES, "loss"),
+        accumulate_steps=config.accumulate_steps,
+        ema_decay=config.ema_decay,
+        mixes=config.augment.mixup > 0 or config.augment.cutmix > 0,
+    )
+
+
+def jit_step(step: Callable, mesh: Mesh, state: TrainState) -> jax.stages.Wrapped:
+    """Compiles the training step for a state that is placed like an abstract one, and donated."""
+    state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    replicated = sharding.replicated(mesh)
+    return jax.jit(
+        step,
+        in_shardings=(state_shardings, sharding.batch_sharding(mesh), replicated),
+        out_shardings=(state_shardings, replicated),
+        donate_argnums=0,
+    )
