@@ -33,7 +33,7 @@ PROGRAMS = ROOT / "tests" / "references" / "programs.json"
 def recipe(config) -> dict:
     """Returns what `make_programs.record_recipe` records, for one of our configs."""
     data = config.data
-    num_examples = split_size(data.train_split, CATALOG[data.name], "data.train_split")
+    num_examples = split_size(data.train_split, CATALOG[data.name])
     schedule = build.make_schedule(config, num_examples)
     num_epochs = round(config.num_epochs)
     epochs = np.linspace(0, num_epochs - 1, 10).round().astype(int).tolist()

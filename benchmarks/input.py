@@ -4,13 +4,14 @@
 
 JPEGs of 500×375 (typical of ImageNet) and 1600×1200 pixels become 224² random resized crops,
 uint8, bilinear or bicubic at random. Ours is the trainer's pipeline: decode, crop, resize and batch
-in Grain's threads. The peer is a DataLoader without workers, with timm's transforms up to the same
+in threads. The peer is a DataLoader without workers, with timm's transforms up to the same
 point: decoding and RandomResizedCropAndInterpolation in Pillow, and the array that timm's fast
 collate takes. Decoding alone, with libjpeg-turbo and with Pillow, is the upper limit.
 
-Each loader runs on one core. Times are processor times, the best of several interleaved rounds, to
-limit the influence of other processes. PyTorch and timm are measured if the interpreter given by
---torch_python (by default the running one) has them.
+Each loader runs on one core. Times are processor times, medians of interleaved rounds, to limit the
+influence of other processes; `ratio` is the median of ours over PyTorch's in the same round.
+PyTorch and timm are measured if the interpreter given by --torch_python (by default the running
+one) has them.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import itertools
 import json
 import os
 import runpy
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -150,7 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", help="JSON file for the results")
     parser.add_argument("--batches", type=int, default=30, help=f"of {BATCH_SIZE} images, timed")
-    parser.add_argument("--rounds", type=int, default=3, help="of which the best counts")
+    parser.add_argument("--rounds", type=int, default=5, help="whose median counts")
     parser.add_argument(
         "--torch_python", default=sys.executable, help="Python that has torch and timm"
     )
@@ -171,17 +173,18 @@ def main() -> None:
             write_images(Path(folder), *map(int, size.split("x")))
             for _ in range(flags.rounds):
                 rounds.append({name: measure_apart(size, name, folder, flags) for name in loaders})
-        speeds = results[size] = {
-            name: max((speeds[name] for speeds in rounds if speeds[name]), default=None)
-            for name in loaders
-        }
-        if speeds["torch"]:
-            speeds["ratio"] = speeds["ours"] / speeds["torch"]
-        for name, speed in speeds.items():
-            if speed is not None:
+        if all(speeds["torch"] for speeds in rounds):
+            for speeds in rounds:
+                speeds["ratio"] = speeds["ours"] / speeds["torch"]
+        results[size] = {}
+        for name in rounds[0]:
+            if measured := [speeds[name] for speeds in rounds if speeds[name]]:
+                speed = results[size][name] = statistics.median(measured)
                 print(f"{size:<9}  {name:<20}  {speed:8.2f}{' images/s' * (name != 'ratio')}")
     if flags.out:
-        results = dict(images_per_second_per_core=results, batches=flags.batches)
+        results = dict(
+            images_per_second_per_core=results, batches=flags.batches, rounds=flags.rounds
+        )
         Path(flags.out).write_text(json.dumps(results, indent=2) + "\n")
 
 

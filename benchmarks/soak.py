@@ -40,6 +40,7 @@ CONFIG = [
 ]
 KILLS, STEPS = 50, 2000
 EARLY = 0.2  # probability of a kill before the first step
+SKIPPED = "note: skipping checkpoint"  # how a run begins a line about a damaged one
 TIMES = ("images_per_second", "data_wait", "checkpoint_wait", "evaluation_wait")
 TIMES += ("init/seconds", "init/compile_seconds")
 
@@ -112,7 +113,7 @@ def soak(folder: Path, kills: int, steps: int, seed: int) -> tuple[dict, Path, P
             sys.exit(f"the run ended after {len(rows)} kills; give more --steps\n{run.text()}")
         run.end(kill=True)
         text = run.text()
-        damages += [line for line in text.splitlines() if line.startswith("note: checkpoint")]
+        damages += [line for line in text.splitlines() if line.startswith(SKIPPED)]
         resumed = re.search(r"resumed from step (\d+) ", text)
         row = {
             "killed_after_s": round(time.perf_counter() - run.began, 2),
@@ -128,7 +129,7 @@ def soak(folder: Path, kills: int, steps: int, seed: int) -> tuple[dict, Path, P
         )
     run = Run(folder, "killed", steps)
     run.end(kill=False)
-    damages += [line for line in run.text().splitlines() if line.startswith("note: checkpoint")]
+    damages += [line for line in run.text().splitlines() if line.startswith(SKIPPED)]
     return {"kills": rows, "set_aside": len(damages)}, whole.workdir, run.workdir
 
 

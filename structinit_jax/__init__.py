@@ -29,6 +29,7 @@ _NAMES = {
     "interop": ("initialize", "torch_maps"),
     "models": ("ConvMixer", "MlpMixer", "SwinTransformer", "VisionTransformer"),
     "models.timm": ("from_timm", "select_weights", "to_timm"),
+    "predict": ("Classifier",),
     "training.train": ("train",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}

@@ -36,7 +36,7 @@ from structinit_jax import command_line, evaluate
 from structinit_jax.analysis import figures
 from structinit_jax.analysis.collect import Snapshot, observe_run, observe_start, read_images
 from structinit_jax.command_line import FLAGS
-from structinit_jax.compare import train_grid
+from structinit_jax.compare.settings import expand
 from structinit_jax.data.folder import title
 from structinit_jax.errors import InputError
 from structinit_jax.training import resume
@@ -76,13 +76,7 @@ def main(overrides: command_line.Overrides) -> None:
     config = command_line.read_config(overrides)
     if FLAGS.schemes and FLAGS.workdir:
         raise InputError("--schemes compares initial weights and cannot be used with --workdir")
-    if FLAGS.step and not FLAGS.workdir:
-        raise InputError("--step needs --workdir, the directory of a run")
-    out = command_line.out_path("analysis")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--out={out} is no folder to write to: {error}") from error
+    out = command_line.out_folder("analysis")
     images = read_images(config, FLAGS.num_images)
     if FLAGS.workdir:
         step = FLAGS.step or "newest"
@@ -92,7 +86,7 @@ def main(overrides: command_line.Overrides) -> None:
         snapshots = observe_run(config, restored, images)
         when = ""
     else:
-        settings = train_grid.expand(config, FLAGS.schemes or [config.attention_init.name], {})
+        settings = expand(config, FLAGS.schemes or [config.attention_init.name], {})
         snapshots = [observe_start(setting, images) for setting in settings.values()]
         when = " before training"
     data = title(config.data.name, config.data.data_dir)

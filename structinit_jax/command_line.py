@@ -2,8 +2,8 @@
 
 Flags are defined when a command runs, so that an import defines none beside a user's own.
 
-`ml_collections.config_flags` does not replace `set_field`: `compare --grid` and `reproduce` set
-fields of many configs, and an option of a scheme need not be in the config before it is set.
+`ml_collections.config_flags` does not replace `set_field`: `compare` sets fields of many configs,
+and an option of a scheme need not be in the config before it is set.
 """
 
 import ast
@@ -30,11 +30,11 @@ SHARED = {
     "--config.FIELD=VALUE sets a field: seed, batch_size, model.depth, attention_init.name, "
     "augment.flip, data.data_dir, ...; structinit_jax/config.py lists them.",
     "workdir": "Output directory. Training resumes from the newest checkpoint that it holds. "
-    "compare and reproduce put all their runs in it.",
+    "compare puts all its runs in it.",
     "step": "Checkpoint: its step, 'newest' (default) or 'best'. For show: a training step, from 1 "
     "(default).",
-    "out": "File or directory to write: by default analysis, evaluation (main --mode=eval), model "
-    "(export) or batch.png (show).",
+    "out": "File or directory to write: by default analysis, model (export) or batch.png (show). "
+    "main --mode=eval writes its results by class only if it is set.",
     "trust_workdir": "Import Python code that the config of --workdir names.",
 }
 FIELD = re.compile(r"--?config\.([^=]+)=(.*)", re.DOTALL)
@@ -106,9 +106,26 @@ def use_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
+def required_workdir() -> str:
+    """Returns --workdir; `InputError` if it is not set."""
+    if not FLAGS.workdir:
+        raise InputError("--workdir is required: the output directory, such as /tmp/digits")
+    return FLAGS.workdir
+
+
 def out_path(default: str) -> Path:
     """Returns the path of --out. Expands `~`, which shells leave alone in `--out=~/folder`."""
     return Path(FLAGS.out or default).expanduser()
+
+
+def out_folder(default: str) -> Path:
+    """Creates the folder of --out and returns its path; `InputError` if that is not possible."""
+    path = out_path(default)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out={path} cannot be written: {error}") from error
+    return path
 
 
 def read_config(overrides: Overrides) -> ConfigDict:

@@ -108,7 +108,8 @@ def base_config(model: str = "vit") -> ConfigDict:
       model: Model family ('vit', 'swin', 'mixer', 'convmixer'), a variant under timm's name
         ('vit_tiny_patch16_224'), or 'module:Class'.
     """
-    model_fields = models.default_config(model)
+    with errors.prefixed("config.model."):
+        model_fields = models.default_config(model)
     config = ConfigDict(_defaults(RunFields))
     config.data = _defaults(DataFields) | {"image_size": model_fields.pop("image_size", 224)}
     config.augment = _defaults(AugmentConfig)
@@ -134,7 +135,8 @@ def validate(config: ConfigDict) -> None:
     errors.check_fields(RunFields, run, "config.")
     errors.check_fields(DataFields, dict(data), "config.data.")
     errors.check_fields(AugmentConfig, dict(config.augment), "config.augment.")
-    models.check_fields(dict(config.model))
+    with errors.prefixed("config.model."):
+        models.check_fields(dict(config.model))
     for field in ("mean", "std"):
         if len(data[field]) != data.channels:
             raise InputError(
@@ -153,7 +155,7 @@ def validate(config: ConfigDict) -> None:
 
 def find_scheme(name: str) -> Callable[..., attention_init.AttentionInit]:
     """Returns the scheme of a name, or of 'module:function'."""
-    return errors.find(name, attention_init.SCHEMES, "attention_init.name")
+    return errors.find(name, attention_init.SCHEMES, "config.attention_init.name")
 
 
 def scheme_options(name: str) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from structinit_jax import config as config_lib
 from structinit_jax.data.datasets import find_info
 from structinit_jax.data.folder import title
 from structinit_jax.data.source import check_classes, split_size
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, prefixed
 from structinit_jax.training import build, sharding
 from structinit_jax.training.memory import (
     bytes_needed,
@@ -86,9 +86,12 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     devices, memory, options = find_target(target) if target else (None, memory_limit(), {})
     data = config.data
     info = find_info(data.name, data.data_dir or None)
-    check_classes(info, config.model.num_classes)
-    num_examples = split_size(data.train_split, info, "data.train_split")
-    num_eval_examples = split_size(data.eval_split, info, "data.eval_split")
+    with prefixed("config.model: "):
+        check_classes(info, config.model.num_classes)
+    with prefixed("config.data.train_split: "):
+        num_examples = split_size(data.train_split, info)
+    with prefixed("config.data.eval_split: "):
+        num_eval_examples = split_size(data.eval_split, info)
     mesh = build.make_mesh(config, devices)
     schedule = build.make_schedule(config, num_examples)
     model = build.make_model(config, mesh)

@@ -201,19 +201,20 @@ def is_reference(name: str) -> bool:
 
 
 def find(name: str, known: Mapping[str, Any], field: str) -> Any:
-    """Returns what a config field names: a known object, or your own as 'module:attribute'.
+    """Returns what a field names: a known object, or your own as 'module:attribute'.
 
-    Raises `InputError` if there is no such object, or if its module cannot be imported.
+    Raises `InputError`, which names the `field`, if there is no such object, or if its module
+    cannot be imported.
     """
     if name in known:
         return known[name]
     if not is_reference(name):
-        raise InputError(f"config.{field}={name!r} is unknown: {suggest(name, known)}")
+        raise InputError(f"{field}={name!r} is unknown: {suggest(name, known)}")
     module_name, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise InputError(
-            f"config.{field}={name!r} cannot be imported ({error}): the module must be in the "
+            f"{field}={name!r} cannot be imported ({error}): the module must be in the "
             f"working directory, {os.getcwd()}, or on PYTHONPATH"
         ) from error

@@ -14,9 +14,8 @@ for image folders, whose classes timm orders differently: 2 before 10, and witho
 
 import json
 import pickle
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from flax import nnx
@@ -35,115 +34,98 @@ WEIGHTS = "model.safetensors"  # as timm expects it in a folder
 CLASS_MAP = "class_map.pkl"  # timm's text format cannot hold every name of a folder
 
 
-class TimmModel(NamedTuple):
-    """A model of timm: the name for `timm.create_model` and its keyword arguments."""
+def timm_card(config: ConfigDict) -> dict[str, Any]:
+    """Returns the `config.json` of a folder for timm, but for the names of the classes.
 
-    name: str
-    arguments: dict[str, Any]
-
-    def card(self, data: ConfigDict, class_names: Sequence[str]) -> dict[str, Any]:
-        """Returns the `config.json` of a folder for `timm.create_model("local-dir:FOLDER")`.
-
-        `data` is the section `config.data` of the run.
-        """
-        num_classes = self.arguments["num_classes"]
-        size = data["image_size"]
-        return {
-            "architecture": self.name,
-            "num_classes": num_classes,
-            "model_args": self.arguments,
-            "label_names": class_names,
-            "pretrained_cfg": {
-                "input_size": [self.arguments["in_chans"], size, size],
-                "fixed_input_size": True,
-                "interpolation": "bicubic",
-                "crop_pct": data["crop_fraction"],
-                "mean": list(data["mean"]),
-                "std": list(data["std"]),
-                "num_classes": num_classes,
-                "first_conv": "patch_embed.proj",
-                "classifier": "head.fc" if self.name.startswith("swin") else "head",
-            },
-        }
-
-
-def timm_model(model: Mapping[str, Any], *, image_size: int, channels: int) -> TimmModel:
-    """Returns timm's equivalent of a model, given `config.model` and the size of its images."""
-    match model["name"]:
-        case "vit":
-            rope = model["positions"] == "rope"
-            by_token = model["pool"] == "class_token"
-            name = "vit_small_patch16_rope_224" if rope else "vit_base_patch16_224"
-            arguments = dict(
-                embed_dim=model["width"],
-                depth=model["depth"],
-                num_heads=model["num_heads"],
-                mlp_ratio=model["mlp_ratio"],
-                class_token=by_token,
-                global_pool="token" if by_token else "avg",
-            )
-            scale = model["layer_scale"] or None
-            if rope or scale:  # timm's default is a scale with rotary positions, else none
-                arguments["init_values"] = scale
-        case "swin":
-            name = "swin_tiny_patch4_window7_224"
-            arguments = dict(
-                embed_dim=model["width"],
-                depths=list(model["depths"]),
-                num_heads=list(model["num_heads"]),
-                window_size=model["window_size"],
-                mlp_ratio=model["mlp_ratio"],
-            )
-        case other:
-            raise InputError(
-                f"config.model.name={other!r} cannot be exported, since timm builds only ViT and "
-                "Swin from a folder: in Python, evaluate.restore_model(config, workdir) returns "
-                "the weights of any model, and models.timm.to_timm(model) has those of MLP-Mixer "
-                "and ConvMixer in timm's layout"
-            )
-    shared = dict(in_chans=channels, num_classes=model["num_classes"])
-    shared |= dict(img_size=image_size, patch_size=model["patch_size"])
-    return TimmModel(name, shared | arguments)
+    It has the name of timm's model and its keyword arguments. Raises `InputError` if timm cannot
+    build the model from a folder.
+    """
+    data = config.data
+    model = config.model
+    arguments = dict(
+        in_chans=data.channels,
+        num_classes=model.num_classes,
+        img_size=data.image_size,
+        patch_size=model.patch_size,
+    )
+    if model.name == "vit":
+        rope = model.positions == "rope"
+        by_token = model.pool == "class_token"
+        name = "vit_small_patch16_rope_224" if rope else "vit_base_patch16_224"
+        arguments |= dict(
+            embed_dim=model.width,
+            depth=model.depth,
+            num_heads=model.num_heads,
+            mlp_ratio=model.mlp_ratio,
+            class_token=by_token,
+            global_pool="token" if by_token else "avg",
+        )
+        if rope or model.layer_scale:  # timm's default is a scale with rotary positions, else none
+            arguments["init_values"] = model.layer_scale or None
+    elif model.name == "swin":
+        name = "swin_tiny_patch4_window7_224"
+        arguments |= dict(
+            embed_dim=model.width,
+            depths=list(model.depths),
+            num_heads=list(model.num_heads),
+            window_size=model.window_size,
+            mlp_ratio=model.mlp_ratio,
+        )
+    else:
+        raise InputError(
+            f"config.model.name={model.name!r} cannot be exported: timm builds only ViT and Swin "
+            "from a folder. In Python, models.timm.to_timm(model) has the weights of other models"
+        )
+    return {
+        "architecture": name,
+        "num_classes": model.num_classes,
+        "model_args": arguments,
+        "pretrained_cfg": {
+            "input_size": [data.channels, data.image_size, data.image_size],
+            "fixed_input_size": True,
+            "interpolation": "bicubic",
+            "crop_pct": data.crop_fraction,
+            "mean": list(data.mean),
+            "std": list(data.std),
+            "num_classes": model.num_classes,
+            "first_conv": "patch_embed.proj",
+            "classifier": "head.fc" if model.name == "swin" else "head",
+        },
+    }
 
 
 def export(config: ConfigDict, workdir: str | Path, folder: Path, step: str = "newest") -> int:
-    """Writes a checkpoint's weights, timm's `config.json` and its class map. Needs no data.
+    """Writes a checkpoint's weights, timm's `config.json` and its class map to an existing folder.
 
-    Returns the step of the checkpoint. Raises `InputError` if there is no such checkpoint, or if
-    timm cannot build its model from a folder.
+    Needs no data. Returns the step of the checkpoint. Raises `InputError` if there is no such
+    checkpoint, or if timm cannot build its model from a folder.
     """
     config_lib.validate(config)
-    data = config.data
-    size = dict(image_size=data.image_size, channels=data.channels)
-    timm = timm_model(config.model.to_dict(), **size)
+    card = timm_card(config)
     if (folder / "checkpoints").exists():
-        raise InputError(f"--out={folder} is the workdir of a run: choose another folder")
+        raise InputError(f"folder={folder} is the workdir of a run: choose another")
     model, state = restore_model(config, workdir, jax.local_devices()[:1], step)
     weights = jax.device_get((state.params, state.model_state))
     weights = to_timm(nnx.merge(model.graphdef, *weights))
-    names = class_names(config, workdir, state)
-    text = json.dumps(timm.card(data, names), indent=2)
+    names = class_names(workdir, state)
+    card["label_names"] = names
     labels = {name: label for label, name in enumerate(names)}
+    text = json.dumps(card, indent=2)
     # "format" tells readers of safetensors that the layout is PyTorch's.
     metadata = {"format": "pt", "config": text}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "config.json", f"{text}\n")
-        write_atomically(folder / CLASS_MAP, pickle.dumps(labels))
-        # `save_file` would write a file that only its owner can read.
-        write_atomically(folder / WEIGHTS, save(weights, metadata))
-    except OSError as error:
-        raise InputError(f"--out={folder} cannot be written: {error}") from error
+    write_atomically(folder / "config.json", f"{text}\n")
+    write_atomically(folder / CLASS_MAP, pickle.dumps(labels))
+    # `save_file` would write a file that only its owner can read.
+    write_atomically(folder / WEIGHTS, save(weights, metadata))
     return int(state.step)
 
 
 def main(overrides: command_line.Overrides) -> None:
     """Runs the command."""
     config = command_line.read_config(overrides)
-    if not FLAGS.workdir:
-        raise InputError("--workdir is required: the output directory of the run")
-    folder = command_line.out_path("model")
-    step = export(config, FLAGS.workdir, folder, FLAGS.step or "newest")
+    workdir = command_line.required_workdir()
+    folder = command_line.out_folder("model")
+    step = export(config, workdir, folder, FLAGS.step or "newest")
     print(f"wrote the weights of step {step} to {folder}")
     print(f'PyTorch: timm.create_model("local-dir:{folder}", pretrained=True)')
     print(f"timm's scripts, on image folders: --class-map {folder / CLASS_MAP}")

@@ -73,14 +73,14 @@ def main(overrides: command_line.Overrides) -> None:
     print(notes.getvalue(), end="")  # once: by process 0
     if FLAGS.dry_run or FLAGS.target:
         dry_run.dry_run(config, FLAGS.target)
-    elif not FLAGS.workdir:
-        raise InputError("--workdir is required: the output directory, such as /tmp/digits")
     elif evaluates:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # else noted for a training step
-        out = command_line.out_path("evaluation")
-        evaluate.evaluate_checkpoint(config, FLAGS.workdir, FLAGS.step or "newest", out)
+        workdir = command_line.required_workdir()
+        out = command_line.out_folder("") if FLAGS.out else None
+        evaluate.evaluate_checkpoint(config, workdir, FLAGS.step or "newest", out)
     else:
-        train(config, FLAGS.workdir, FLAGS.profile_step, on_evaluation=draw_curves)
+        workdir = command_line.required_workdir()
+        train(config, workdir, FLAGS.profile_step, on_evaluation=draw_curves)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def forward(config, images):
     return jax.jit(lambda model: model(images, with_maps=True)[1])(model)
 
 
-def test_images_are_a_fixed_part_of_the_training_split_for_all_seeds():
+def test_images_are_a_fixed_part_of_the_training_split():
     config = make_config("vit")
     images = collect.read_images(config, NUM_IMAGES)
     assert images.shape == (NUM_IMAGES, 8, 8, 1)
@@ -68,6 +68,8 @@ def test_images_are_a_fixed_part_of_the_training_split_for_all_seeds():
     config.data.train_split = "train[:7]"
     with pytest.raises(InputError, match=r"config\.data\.train_split='train\[:7\]'"):
         collect.read_images(config, NUM_IMAGES)
+    with pytest.raises(InputError, match=r"name='mixer' has no attention"):
+        collect.observe_start(make_config("mixer"), images)
 
 
 def test_a_vit_is_averaged_over_images_without_its_extra_tokens():
@@ -102,7 +104,7 @@ def test_targets_are_those_that_the_solve_reaches():
     params, state, _ = initialize_model(model, make_attention_init(config), config.seed)
     # Without content, what is left is the position encoding, for which the heads were solved.
     params["patch_embedding"] = jax.tree.map(lambda x: 0 * x, params["patch_embedding"])
-    layer, last = collect.make_observer(config, model)(0, (params, state), images).layers
+    layer, last = collect.make_observer(config, model)("", (params, state), images).layers
     assert "target_mass" not in last.measures  # its heads attend to similar tokens
     assert np.all(layer.measures["hit_rate"] > 0.9)
     assert np.all(layer.measures["target_mass"] > 2 / 16)  # twice that of a uniform map
@@ -133,13 +135,8 @@ def test_images_are_shifted_by_whole_tokens_in_all_stages():
         return leaf * (not {"out", "fc2"} & {key.key for key in path})
 
     params = jax.tree_util.tree_map_with_path(silence, params)
-    for layer in collect.make_observer(config, model)(0, (params, state), images).layers:
+    for layer in collect.make_observer(config, model)("", (params, state), images).layers:
         assert layer.measures["shift_distance"] < 1e-4
-
-
-def test_models_with_token_mixing_are_refused():
-    with pytest.raises(InputError, match=r"^config\.model\.name='mixer' has no attention"):
-        start("mixer")
 
 
 def test_the_inputs_of_a_convmixer_have_a_stable_rank(tmp_path):
@@ -172,28 +169,24 @@ def test_maps_of_any_model_are_drawn(tmp_path):
         show({"after": maps}, (4, 5))
 
 
-def test_names_and_titles_are_no_markup(tmp_path):
-    maps = np.full((1, 1, 4, 4), 0.25)
-    title = os.fsdecode(b"$x_{$ \xff")
-    figures.draw_maps({"$x_{$": maps}, (2, 2), title, tmp_path / "maps.png")
-    figure = Figure()
-    (line,) = figure.subplots().plot([1])
-    figures.add_legend(figure, [line], ["$x_{$"])
-    figure.savefig(tmp_path / "legend.png")
-
-
-def test_maps_their_corners_and_kernels_are_drawn_as_they_are(monkeypatch):
-    figure = []
-    monkeypatch.setattr(figures, "_save", lambda *args: figure.append(args[0]))
+def test_maps_their_corners_and_kernels_are_drawn_as_they_are(tmp_path, monkeypatch):
+    drawn = []
+    save = figures._save
+    monkeypatch.setattr(figures, "_save", lambda *args: (drawn.append(args[0]), save(*args)))
     maps = convolution_maps(impulse_kernels(3), (4, 5))[:6].reshape(2, 3, 20, 20)
-    figures.draw_maps({"$x_": maps}, (4, 5), "Maps", "")
-    drawn = [image.get_array() for image in figure[0].axes[0].images]
+    title = os.fsdecode(b"$x_{$ \xff")  # neither markup nor text
+    figures.draw_maps({"$x_{$": maps}, (4, 5), title, tmp_path / "maps.png")
+    drawn = [image.get_array() for image in drawn[0].axes[0].images]
     assert len(drawn) == 3 * 2 + 6
     for head in range(3):
         np.testing.assert_array_equal(drawn[2 * head], maps[0, head])
         np.testing.assert_array_equal(drawn[2 * head + 1], maps[0, head, :10, :10])
     for kernel, (dy, dx) in zip(drawn[6:], kernel_offsets(3), strict=False):
         assert np.argwhere(kernel == 1).tolist() == [[3 + dy, 4 + dx]]
+    figure = Figure()
+    (line,) = figure.subplots().plot([1])
+    figures.add_legend(figure, [line], ["$x_{$"])
+    figure.savefig(tmp_path / "legend.png")
 
 
 def test_the_command_compares_a_run_with_its_start(finished_run, tmp_path):

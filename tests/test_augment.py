@@ -94,5 +94,5 @@ def test_pixels_are_mixed_as_by_timms_train_script(monkeypatch):
 
 
 def test_groups_of_mixing_divide_the_batch():
-    with pytest.raises(InputError, match=r"config\.augment\.mix_group=3 does not divide .* 16"):
+    with pytest.raises(InputError, match=r"^mix_group=3 does not divide .* 16"):
         make(mixup=1.0, mix_group=3)(jax.random.key(0), IMAGES, LABELS)

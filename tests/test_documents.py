@@ -10,7 +10,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 from PIL import Image
 
-from structinit_jax import attention_init, models
+from structinit_jax import attention_init, command_line, models
 from structinit_jax.config import base_config, scheme_options, validate
 
 ROOT = fork_main.ROOT
@@ -44,9 +44,11 @@ def test_links_modules_and_fields_exist(page):
         target = (ROOT / page).parent / path if path else ROOT / page
         assert target.exists(), path
         assert not anchor or anchor in anchors(target.read_text()), (path, anchor)
-    for module in re.findall(r"-m (structinit_jax[a-z_.]*[a-z_])\b", text):
+    for module, words in re.findall(r"-m (structinit_jax[a-z_.]*[a-z_])\b([^`\n]*)", text):
         path = ROOT / module.replace(".", "/")
-        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+        path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+        for flag in re.findall(r"--([a-z_]+)", words):
+            assert flag in command_line.SHARED or f'"{flag}"' in path.read_text(), (module, flag)
     if not page.startswith("benchmarks"):  # whose results may be those of earlier versions
         fields = re.findall(r"--config\.([a-z_][\w.]*\w)", text)
         assert not [field for field in fields if field not in FIELDS]
@@ -150,15 +152,10 @@ def test_an_example_runs(name, request, tmp_path, monkeypatch):
 # -- commands --------------------------------------------------------------------------------------
 
 
-# They download data, or train for hours.
-LEFT_OUT = ("pip", "ruff", "pytest", "#!", "exec", "--name=cifar10", "--table=", "--seeds=")
-SMALL = [*fork_main.TINY[1:], "--config.data.image_size=8", "--config.num_steps=2"]
-# What is appended to a command with this part, so that it takes a second or two.
-QUICK = {
-    "structinit_jax.main": SMALL,
-    "structinit_jax.analyse": SMALL,
-    "fashion_mnist": ["--config.data.name=digits"],
-}
+# They download data, train for hours, or are those of test_analyse.py.
+LEFT_OUT = ("pip", "ruff", "pytest", "#!", "exec", "cifar10", "--table=", "analyse")
+# What is appended to `main`, so that it takes seconds.
+QUICK = [*fork_main.TINY[1:], "--config.data.image_size=8", "--config.num_steps=2"]
 
 
 def commands(page):
@@ -170,13 +167,11 @@ def commands(page):
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p[:5] != "bench" and commands(p)])
-def test_the_commands_run(page, request, tmp_path):
+def test_the_commands_run(page, tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     for name in ("mine", "my_config"):
         (tmp_path / f"{name}.py").write_text(EXAMPLES[name])
-    if page == "docs/training.md":
-        (tmp_path / "DIR").symlink_to(request.getfixturevalue("finished_run").workdir)
-    elif page != "docs/extending.md":  # which trains in DIR
+    if page != "docs/extending.md":  # which trains in DIR
         for path in ("train", "val"):
             for number in range(6):
                 folder = tmp_path / "DIR" / path / str(number)
@@ -190,7 +185,7 @@ def test_the_commands_run(page, request, tmp_path):
             script = tmp_path / "script.py"
             script.write_text(module)
             module = script
-        for part, more in QUICK.items():
-            words += more if part in command else []
+        if module == "structinit_jax.main":
+            words += QUICK
         result = fork_main.run(*words, module=str(module), folder=tmp_path)
         assert result.returncode == 0, (command, result.stderr)

@@ -33,7 +33,7 @@ def test_mistakes_are_found_without_data(tiny_config):
         (tiny_config, "label_smoothing", 1.0),
     ):
         section[field] = value
-        with pytest.raises(InputError, match=rf"{field}={value!r}"):
+        with pytest.raises(InputError, match=rf"{field}.*{value!r}"):
             dry_run(tiny_config)
 
 

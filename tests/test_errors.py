@@ -80,7 +80,7 @@ def test_references_name_a_module_and_an_attribute():
     assert find("known", {"known": 3}, "loss") == 3
     assert find("math:pi", {"known": 3}, "loss") == math.pi
     for name in ("no_such_module:f", "math:no_such_name", "knwon"):
-        with pytest.raises(InputError, match=rf"^config\.loss='{name}'"):
+        with pytest.raises(InputError, match=rf"^loss='{name}'"):
             find(name, {"known": 3}, "loss")
 
 

@@ -9,8 +9,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from structinit_jax import evaluate, export
+from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
-from structinit_jax.models import create_model, default_config
+from structinit_jax.models import create_model
 from structinit_jax.models.timm import from_timm
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -29,26 +30,23 @@ def test_the_file_has_the_weights_of_the_newest_checkpoint(run_config, finished_
     np.testing.assert_allclose(loaded(images)[0], expected, atol=1e-6)
 
 
-def test_a_folder_has_the_card_that_timm_reads(run_config, finished_run, tmp_path):
-    for _ in range(2):  # the second replaces the first
-        export.export(run_config, finished_run.workdir, tmp_path / "model")
-    card = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert card["architecture"] == "vit_base_patch16_224"
-    assert card["model_args"]["embed_dim"] == 16
-    assert card["label_names"] == [str(digit) for digit in range(10)]
-    assert card["pretrained_cfg"]["input_size"] == [1, 8, 8]
-    assert card["pretrained_cfg"]["mean"] == [0.3]
-    with safe_open(tmp_path / "model" / "model.safetensors", "numpy") as file:
-        metadata = file.metadata()
-    assert json.loads(metadata["config"]) == card
-
-
 # timm's ImageFolder orders these names as 1, 2, 10, apple, "cat ", Zebra; with the map it has the
 # labels of data/folder.py: checked with timm.data.create_dataset(class_map=FILE) of timm 1.0.31.
-def test_a_folder_has_timms_class_map(run_config, finished_run, tmp_path, monkeypatch):
+def test_a_folder_has_the_card_and_the_class_map_of_timm(
+    run_config, finished_run, tmp_path, monkeypatch
+):
     names = ["1", "10", "2", "Zebra", "apple", "cat "]
     monkeypatch.setattr(export, "class_names", lambda *_: names)
-    export.export(run_config, finished_run.workdir, tmp_path)
+    for _ in range(2):  # the second replaces the first
+        export.export(run_config, finished_run.workdir, tmp_path)
+    card = json.loads((tmp_path / "config.json").read_text())
+    assert card["architecture"] == "vit_base_patch16_224"
+    assert card["model_args"]["embed_dim"] == 16
+    assert card["label_names"] == names
+    assert card["pretrained_cfg"]["input_size"] == [1, 8, 8]
+    assert card["pretrained_cfg"]["mean"] == [0.3]
+    with safe_open(tmp_path / "model.safetensors", "numpy") as file:
+        assert json.loads(file.metadata()["config"]) == card
     labels = pickle.loads((tmp_path / "class_map.pkl").read_bytes())
     assert labels == dict(zip(names, range(6), strict=True))
 
@@ -59,29 +57,28 @@ def test_a_folder_has_timms_class_map(run_config, finished_run, tmp_path, monkey
     ("options", "name", "arguments"),
     [
         (
-            default_config("vit") | dict(pool="class_token", layer_scale=0.1),
+            dict(pool="class_token", layer_scale=0.1),
             "vit_base_patch16_224",
             dict(patch_size=16, class_token=True, global_pool="token", init_values=0.1),
         ),
         (
-            default_config("vit") | dict(positions="rope", patch_size=4),
+            dict(positions="rope", patch_size=4),
             "vit_small_patch16_rope_224",
             dict(patch_size=4, class_token=False, global_pool="avg", init_values=None),
         ),
     ],
 )
 def test_timms_arguments_name_every_size(options, name, arguments):
-    sizes = dict(in_chans=3, num_classes=1000, img_size=32)
+    sizes = dict(in_chans=3, num_classes=1000, img_size=224)
     sizes |= dict(embed_dim=192, depth=12, num_heads=3, mlp_ratio=4.0)
-    found = export.timm_model(options, image_size=32, channels=3)
-    assert found == (name, sizes | arguments)
+    config = base_config("vit")
+    config.model.update(options)
+    card = export.timm_card(config)
+    assert (card["architecture"], card["model_args"]) == (name, sizes | arguments)
 
 
-def test_mistakes_are_refused(run_config, finished_run, tmp_path):
-    with pytest.raises(InputError, match=r"name='mixer' cannot .*timm\.to_timm\(model\)"):
-        export.timm_model(default_config("mixer"), image_size=32, channels=3)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"--out=.*cannot be written"):
-        export.export(run_config, finished_run.workdir, tmp_path / "file" / "folder")
-    with pytest.raises(InputError, match=r"--out=.* is the workdir of a run"):
+def test_other_models_and_the_workdir_of_a_run_are_refused(run_config, finished_run):
+    with pytest.raises(InputError, match=r"name='mixer'"):
+        export.timm_card(base_config("mixer"))
+    with pytest.raises(InputError, match=r"^folder="):
         export.export(run_config, finished_run.workdir, finished_run.workdir)

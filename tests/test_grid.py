@@ -1,84 +1,285 @@
-"""Settings of a comparison, from flags to configs."""
+"""Comparisons over seeds: runs, resuming, and the command."""
 
+import csv
+import functools
+import itertools
+import json
+import signal
+import time
+
+import fork_main
 import pytest
+from PIL import Image
 
-from structinit_jax.compare import train_grid
-from structinit_jax.errors import InputError
+from structinit_jax.compare import grid, records, report, settings
+from structinit_jax.errors import InputError, StoppedError
+from structinit_jax.training import train
+from structinit_jax.training.workdir import lock_workdir
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
+MODULE = "structinit_jax.compare"
+DESCRIBED = {}
+describe_setting = grid.describe_setting
+ACCURACIES = {"default": (0.1, 0.5), "impulse": (0.6, 0.8), "mimetic": (0.3, 0.4)}
 
 
-def test_settings_have_readable_names_and_what_their_scheme_needs(tiny_config, capsys):
-    axes = train_grid.parse_axes(["model.depth=1,2", "attention_init.dilation=2"])
-    schemes = ["default", "impulse_2025", "impulse"]
-    settings = train_grid.expand(tiny_config.lock(), schemes, axes)
-    assert list(settings) == [
-        *("default,model.depth=1", "default,model.depth=2"),
-        *("impulse_2025,model.depth=1", "impulse_2025,model.depth=2"),
-        *(f"impulse,attention_init.dilation=2,model.depth={depth}" for depth in (1, 2)),
+def fake_train(config, workdir, trained, stop_request=None, on_evaluation=None):
+    """Writes accuracies of two epochs; the training of mimetic with seed 1 fails."""
+    scheme = config.attention_init.name
+    trained.append((scheme, config.seed))
+    print("some output of the training")
+    (workdir / "config.json").write_text(config.to_json())
+    first, last = (value + 0.02 * config.seed for value in ACCURACIES[scheme])
+    lines = [
+        {"step": 6, "train/loss": 1.0},
+        {"step": 6, "eval/accuracy": first},
+        {"step": 12, "eval/accuracy": last},
     ]
-    assert settings["default,model.depth=2"].model.depth == 2
-    assert settings["impulse_2025,model.depth=1"].model.positions == "learned"
-    assert settings["impulse,attention_init.dilation=2,model.depth=1"].attention_init.dilation == 2
-    assert tiny_config.model.positions == "sincos"
-    assert "impulse_2025 needs config.model.positions='learned'" in capsys.readouterr().out
-    baselines = train_grid.find_baselines(settings)
-    assert baselines["impulse,attention_init.dilation=2,model.depth=2"] == "default,model.depth=2"
-    assert baselines["default,model.depth=1"] == "default,model.depth=1"
+    failed = trained[-1] == ("mimetic", 1)
+    with (workdir / "metrics.jsonl").open("w") as file:
+        for line in lines[:2] if failed else lines:
+            file.write(json.dumps(line) + "\n")
+    on_evaluation(6, {"eval/accuracy": first})
+    if failed:
+        raise RuntimeError("out of memory | while training\nand more")
 
 
-def test_a_setting_is_never_compared_with_one_of_other_fields():
-    names = ["mine,model.depth=1", "default", "default,model.depth=1", "x,model.depth=2"]
-    assert train_grid.find_baselines(names) == {
-        "mine,model.depth=1": "mine,model.depth=1",
-        "default": None,
-        "default,model.depth=1": "mine,model.depth=1",
-        "x,model.depth=2": None,
-    }
-    # Options of the scheme do not matter, nor does anything if there is one scheme.
-    names = [*(f"impulse{option}" for option in (",attention_init.norm=1", "")), "default"]
-    assert train_grid.find_baselines(names) == dict.fromkeys(names, names[0])
-    names = [f"impulse,learning_rate={rate}" for rate in (0.001, 0.003)]
-    assert train_grid.find_baselines(names) == dict.fromkeys(names, names[0])
+def describe_once(name, config):
+    """Describes equal settings once: tracing takes most of a comparison's time here."""
+    print("note: a note of the data")
+    key = (config.to_json(), grid.digest)
+    return DESCRIBED.get(key) or DESCRIBED.setdefault(key, describe_setting(name, config))
 
 
-def test_a_setting_has_one_name_however_it_is_written(tiny_config):
-    def names(*axes):
-        return [*train_grid.expand(tiny_config.lock(), ["impulse"], train_grid.parse_axes(axes))]
+@pytest.fixture
+def start(tiny_config, tmp_path, monkeypatch):
+    """Starts a comparison; returns how many runs failed, and which were trained."""
+    tiny_config.lock()
+    monkeypatch.setattr(grid, "describe_setting", describe_once)
 
-    first = names("learning_rate=0.001,0.002", "config.data.drop_remainder=true")
-    assert first == names("data.drop_remainder=True", "learning_rate=1e-3,2e-3")
-    assert first == [f"impulse,data.drop_remainder=True,learning_rate={r}" for r in (0.001, 0.002)]
-    # Characters with a meaning in paths are replaced.
-    assert names("data.train_split=train[:64]") == ["impulse,data.train_split=train__64_"]
-
-
-@pytest.mark.parametrize(
-    ("axis", "message"),
-    [
-        ("model.depth=x", r"config\.model\.depth=x must be of type int"),
-        ("learning_rate=1e-3,0.001", r"learning_rate=0\.001 twice"),
-        ("attention_init.nrm=1", r"--grid=attention_init\.nrm"),
-        ("seed=1,2", "use --seeds=N"),
-        ("model.depth", "model.num_heads=3,6"),
-        ("model.depth=1 model.depth=2", r"--grid=model\.depth is given twice"),
-    ],
-)
-def test_mistaken_axes_are_refused(tiny_config, axis, message):
-    with pytest.raises(InputError, match=message):
-        train_grid.expand(tiny_config.lock(), ["impulse"], train_grid.parse_axes(axis.split()))
-
-
-def test_weights_that_replace_the_schemes_leave_nothing_to_compare(tiny_config):
-    tiny_config.start_from = "model.safetensors"
-    assert list(train_grid.expand(tiny_config.lock(), ["impulse"], {})) == ["impulse"]
-    for schemes, axes in (
-        (["impulse", "default"], {}),
-        (["impulse"], {"attention_init.norm": "1"}),
+    def run_grid(
+        schemes, seeds=(0, 1, 2), config=tiny_config, train=fake_train, axes=None, rows=None
     ):
-        with pytest.raises(InputError, match=r"^config.start_from replaces"):
-            train_grid.expand(tiny_config, schemes, axes)
+        trained = []
+        monkeypatch.setattr(grid, "train", functools.partial(train, trained=trained))
+        configs = settings.expand(config, schemes, axes or {})
+        return grid.run_grid(configs, list(seeds), tmp_path, rows), trained
+
+    return run_grid
 
 
-def test_commas_within_brackets_do_not_separate_values():
-    assert train_grid.parse_axes(["data.mean=(0.1,),(0.2,)"])["data.mean"] == ["(0.1,)", "(0.2,)"]
+def test_a_failed_run_is_reported_and_the_others_go_on(start, tmp_path, capsys):
+    failed, trained = start(["default", "mimetic", "impulse"])
+    assert (failed, len(trained)) == (1, 9)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.count("note: a note of the data") == 1  # of three settings
+    assert any(line.startswith("[1/9] default seed 0: test[:90] accuracy 50.00%") for line in lines)
+    failure = "failed: RuntimeError: out of memory | while training"
+    assert any(line.startswith(f"[5/9] mimetic seed 1: {failure}") for line in lines)
+    log = (tmp_path / "mimetic" / "seed_1" / "log.txt").read_text()
+    assert log.startswith("some output of the training\nTraceback")
+    assert not any("some output" in line for line in lines)
+    text = (tmp_path / "report.md").read_text()
+    assert r"| mimetic | 1 | RuntimeError: out of memory \| while training |" in text
+    # Fewer seeds of mimetic are paired with the baseline: 0 and 2.
+    row = "| mimetic | 2 of 3 | 42.00 ± 2.83 | -10.00 [-10.00, -10.00] (2 common seeds) |"
+    assert row in text
+    assert "| default | 3 of 3 | 52.00 ± 2.00 | baseline |" in text
+    assert "| impulse | 3 of 3 | 82.00 ± 2.00 | +30.00 [+30.00, +30.00] |" in text
+
+
+def test_a_second_command_trains_only_what_is_missing(start, tiny_config, tmp_path, capsys):
+    start(["default", "mimetic"])
+    _, trained = start(["default", "mimetic"])
+    assert trained == [("mimetic", 1)]  # which had failed
+    assert "[1/6] default seed 0: done before, test[:90] acc" in capsys.readouterr().out
+    failed, trained = start(["default", "impulse"], seeds=range(4))
+    assert failed == 0  # the failed run of mimetic is not part of this command
+    assert trained == [("default", 3), *(("impulse", seed) for seed in range(4))]
+    text = (tmp_path / "report.md").read_text()
+    assert "| default | 4 of 4 |" in text
+    assert "| mimetic | 2 of 3 |" in text  # no command has asked for seed 3
+    changed = tiny_config.copy_and_resolve_references()
+    changed.num_epochs = 3.0
+    with pytest.raises(InputError, match=r"num_epochs: 2.0 -> 3.0\n"):
+        start(["default"], config=changed)
+    changed.update(num_epochs=2.0, keep_checkpoints=5)  # does not change the results
+    assert start(["default"], [0], config=changed) == (0, [])
+
+
+def test_settings_keep_the_baseline_of_their_last_command(start, tmp_path):
+    def baselines():
+        rows = csv.DictReader((tmp_path / "results.csv").read_text().splitlines())
+        return {row["setting"]: row["baseline"] for row in rows}
+
+    start(["default", "impulse"], [0])
+    assert baselines() == dict(default="default", impulse="default")
+    start(["mimetic", "impulse"], [0])
+    assert baselines() == dict(default="default", impulse="mimetic", mimetic="mimetic")
+    row = dict(baseline="other", published="50.10", note="a note of the row")
+    start(["impulse"], [0], rows={"impulse": row})  # whose baseline is not trained
+    text = (tmp_path / "report.md").read_text()
+    assert "| impulse | 1 of 1 | 80.00 | 50.10 | – |" in text
+    assert "\nimpulse: a note of the row\n" in text
+
+
+def test_lost_metrics_make_a_run_unfinished(start, tmp_path, capsys):
+    start(["default"], [0, 1])
+    metrics = [tmp_path / "default" / f"seed_{seed}" / "metrics.jsonl" for seed in range(2)]
+    metrics[0].unlink()
+    metrics[1].write_bytes(metrics[1].read_bytes()[:-5])  # the last line is cut
+    report.write_report(tmp_path)
+    assert "| default | 0 of 2 | – |" in (tmp_path / "report.md").read_text()
+    # A run with all of its checkpoints trains no more, and writes no metrics.
+    failed, _ = start(["default"], [0], train=lambda *run, trained, **options: trained.append(run))
+    assert failed == 1
+    assert f"failed: no result in {metrics[0]}: delete its folder" in capsys.readouterr().out
+    assert start(["default"], [0, 1])[1] == [("default", 0), ("default", 1)]
+
+
+def test_runs_without_a_record_are_checked_against_their_own_config(start, tiny_config, tmp_path):
+    start(["default"], [0, 1])
+    (tmp_path / records.GRID).unlink()
+    changed = tiny_config.copy_and_resolve_references()
+    changed.learning_rate = 0.5
+    with pytest.raises(InputError, match=r"seed_0:\n  learning_rate: 0.001 -> 0.5\n"):
+        start(["default"], [0, 1], config=changed)
+    assert start(["default"], [0, 1]) == (0, [])  # the same settings: done before
+
+
+def test_a_damaged_record_is_named(start, tmp_path):
+    start(["default"], [0])
+    (tmp_path / records.GRID).write_text("{")
+    for read in (lambda: start(["default"], [0]), lambda: report.write_report(tmp_path)):
+        with pytest.raises(InputError, match=r"compare\.json"):
+            read()
+
+
+def test_a_comparison_writes_through_no_link(start, tmp_path):
+    (tmp_path / "rc").write_text("rc")
+    (tmp_path / "report.md").symlink_to(tmp_path / "rc")
+    (tmp_path / "photos" / "seed_0").mkdir(parents=True)
+    (tmp_path / "photos" / "seed_0" / "log.txt").symlink_to(tmp_path / "rc")
+    (tmp_path / "default").symlink_to(tmp_path / "photos")
+    with pytest.raises(InputError, match="default is a symbolic link"):
+        start(["default"], [0])
+    (tmp_path / "default").unlink()
+    (tmp_path / "photos").rename(tmp_path / "default")
+    with pytest.raises(InputError, match=r"log\.txt is a symbolic link"):
+        start(["default"], [0])
+    assert (tmp_path / "rc").read_text() == "rc"
+
+
+def test_other_images_of_the_same_names_are_refused(start, tiny_config, tmp_path):
+    def config_of(folder, **values):
+        for split in ("train", "test"):
+            for name in ("a", "b"):
+                (folder / split / name).mkdir(parents=True)
+                for number in range(45):  # all files have the same size
+                    image = Image.new("L", (8, 8), 5 * number + values.get(split, 0))
+                    image.save(folder / split / name / f"{number}.bmp")
+        config = tiny_config.copy_and_resolve_references()
+        config.data.update(name="folder", data_dir=str(folder), train_split="train")
+        config.update(model=dict(num_classes=2), num_steps=12)
+        return config
+
+    config = config_of(tmp_path / "here")
+    start(["default"], [0], config)
+    for split in ("train", "test"):
+        other = config_of(tmp_path / split, **{split: 1})
+        for scheme in ("default", "mimetic"):
+            with pytest.raises(InputError, match=f"classes of folder {split}"):
+                start([scheme], [1], other)
+    config.data.data_dir = str((tmp_path / "here").rename(tmp_path / "there"))
+    assert start(["default"], [0, 1], config)[1] == [("default", 1)]
+
+
+def test_a_setting_keeps_its_data_where_another_reads_other_data(start, monkeypatch):
+    def digest_of(*values):
+        digests = itertools.cycle(values)
+        monkeypatch.setattr(grid, "digest", lambda source, class_names: next(digests))
+
+    digest_of("here", "here", "there", "there")  # of two splits each
+    axes = {"data.data_dir": ["/here", "/there"]}  # folders of the same name
+    assert len(start(["default"], [0], axes=axes)[1]) == 2
+    assert len(start(["default", "impulse"], [0], axes=axes)[1]) == 2
+    digest_of("here", "here")  # without contents, as earlier versions recorded them
+    start(["default"], [0])
+    digest_of("here-a", "here-a")
+    assert start(["default"], [1])[1] == [("default", 1)]
+    for other in ("there", "here-b"):
+        digest_of(other, other)
+        with pytest.raises(InputError, match="other images"):
+            start(["default"], [2])
+
+
+def test_a_signal_during_the_last_step_of_a_run_stops_the_others(start, tmp_path):
+    def interrupted(config, workdir, stop_request, **options):
+        with stop_request:
+            fake_train(config, workdir, **options)
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(StoppedError) as error:
+        start(["default"], train=interrupted)
+    assert error.value.exit_code == train.PREEMPTED_EXIT_CODE
+    assert records.read_comparison(tmp_path).accuracies("default").keys() == {0}
+
+
+def test_a_second_process_trains_other_settings(start, tmp_path, capsys):
+    start(["default"], [0])
+    (tmp_path / "default" / "seed_0" / records.STATUS).unlink()
+    with lock_workdir(tmp_path / "default"):  # as the first does
+        assert start(["default", "impulse"], [0]) == (0, [("impulse", 0)])
+    assert "default seed 0: another process trains this setting\n" in capsys.readouterr().out
+
+
+def test_the_command_stops_and_resumes(tmp_path):
+    arguments = [
+        *("--config=configs/vit_t_digits.py", "--config.model.width=16", "--config.model.depth=1"),
+        *("--config.model.patch_size=2", "--config.num_steps=120", "--config.eval_every_epochs=1"),
+        *("--schemes=default", "--grid=model.num_heads=2", "--seeds=2"),
+        f"--workdir={tmp_path}",
+    ]
+    command = fork_main.Command(*arguments, module=MODULE)
+    while "epoch 1.0" not in (output := command.output()):  # written while the command runs
+        assert command.process.is_alive(), command.wait().stderr
+        time.sleep(0.05)
+    assert "[1/2] default,model.num_heads=2 seed 0: step 22, epoch 1.0, test accuracy " in output
+    command.kill(signal.SIGINT)
+    assert command.wait().returncode == train.PREEMPTED_EXIT_CODE
+    assert "| default,model.num_heads=2 | 0 of 2 |" in (tmp_path / "report.md").read_text()
+
+    result = fork_main.run(*arguments, module=MODULE)
+    assert result.returncode == 0, result.stderr
+    assert any("resumed from step" in log.read_text() for log in tmp_path.glob("*/*/log.txt"))
+    text = (tmp_path / "report.md").read_text()
+    assert "| default,model.num_heads=2 | 2 of 2 |" in text
+    # The report can be repeated from the files alone.
+    (tmp_path / "report.md").unlink()
+    report.write_report(tmp_path)
+    assert (tmp_path / "report.md").read_text() == text
+
+
+def test_the_command_trains_a_row_of_a_table(tmp_path):
+    small = {
+        "data": dict(name="digits", eval_split="test", image_size=8, channels=1, mean=0.3, std=0.4),
+        "model": dict(num_classes=10, patch_size=2, width=16, depth=1, num_heads=2),
+        "augment": dict(crop="none", rand_augment="", erasing=0.0, mixup=0.0, cutmix=0.0),
+    }
+    arguments = [
+        *("--table=2024.2", "--seeds=1", f"--workdir={tmp_path}", "--config.model.dtype=float32"),
+        *("--config.num_steps=2", "--config.batch_size=64", "--config.seed=3"),
+        *(f"--config.{part}.{k}={v}" for part in small for k, v in small[part].items()),
+    ]
+    rows = "--rows=cifar10,truncated_normal"  # of cifar100 too
+    result = fork_main.run(*arguments, rows, module=MODULE)
+    assert result.returncode == 0, result.stderr
+    text = (tmp_path / "report.md").read_text()
+    (row,) = [line for line in text.splitlines() if "| 1 of 1 |" in line]
+    assert row.startswith("| cifar10,truncated_normal |")
+    assert "| 88.63 |" in row
+    assert "cifar10,truncated_normal: Table 1 has 85.30" in text
+    for wrong in ("--rows=cifar11", "--schemes=default"):
+        result = fork_main.run(*arguments, wrong, module=MODULE)
+        assert result.returncode == 2
+        assert wrong.split("=")[0] in result.stderr

@@ -1,4 +1,5 @@
 import io
+import math
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,9 @@ def large_photo():
 @pytest.fixture(scope="module")
 def photo():
     return Image.fromarray(load_sample_image("flower.jpg")).resize((96, 64))
+
+
+SCALES = ((0.5, 1), (1.9, 1), (2.0, 1 / 2), (2.7, 3 / 8), (4.5, 1 / 4), (20.0, 1 / 8))
 
 
 def encoded(image, image_format, **options):
@@ -90,23 +94,38 @@ def test_scaled_decode_is_large_enough_and_alike(photo, orientation):
     upright = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
     image = StoredImage(content, 3, "large")
     width, height = upright.size
-    for part in (0.9, 0.5, 0.3, 0.2, 0.05):
-        wanted = (int(part * height), int(part * width))
-        pixels = image.decode(at_least=wanted)
-        assert pixels.shape[0] >= wanted[0]
-        assert pixels.shape[1] >= wanted[1]
-        assert (pixels.shape[0] < height) == (part <= 0.5)
+    for reduction, scale in SCALES:
+        pixels, decoded = image.decode_top(height, reduction)
+        assert decoded == scale
+        assert pixels.shape == (height * scale, width * scale, 3)
         box = upright.resize(pixels.shape[1::-1], Image.Resampling.BOX)
         assert distance(pixels, box) < 2
+
+
+@pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0", "4:1:1"])
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_blocks": 3}])
+def test_the_upper_rows_are_those_of_the_whole_image(photo, subsampling, options):
+    content = encoded(photo.resize((131, 97)), "JPEG", subsampling=subsampling, **options)
+    image = StoredImage(content, 3, "photo")
+    ended_early = 0
+    for reduction in (1.0, 2.0, 2.7, 4.0, 8.0):
+        whole, scale = image.decode_top(97, reduction)
+        for rows in (1, 8, 15, 16, 17, 50, 63, 97):
+            top, _ = image.decode_top(rows, reduction)
+            wanted = math.ceil(rows * scale)
+            np.testing.assert_array_equal(top[:wanted], whole[:wanted])
+            ended_early += len(top) < len(whole)
+    assert ended_early > 20
 
 
 @pytest.mark.parametrize("image_format", ["JPEG", "PNG"])
 @pytest.mark.parametrize("kept", [0.0, 0.02, 0.9])
 def test_truncated_images_are_refused_by_name(photo, image_format, kept):
     content = encoded(photo, image_format)
-    message = r"^cat\.img: cannot be decoded .*config\.data\.on_bad_image='skip'"
-    with pytest.raises(BadImageError, match=message):
-        StoredImage(content[: int(kept * len(content))], 3, "cat.img").decode()
+    image = StoredImage(content[: int(kept * len(content))], 3, "cat.img")
+    for decode in (image.decode, lambda: image.decode_top(8)):
+        with pytest.raises(BadImageError, match=r"^cat\.img: cannot be decoded .*on_bad_image"):
+            decode()
 
 
 @pytest.mark.parametrize("size", ["375x500", "64x64", "300x60"])

@@ -1,3 +1,5 @@
+import threading
+
 import jax
 import numpy as np
 import pytest
@@ -8,7 +10,6 @@ from structinit_jax.data.loader import (
     DeviceLoader,
     HostLoader,
     make_loader,
-    read_batches,
     stream_indices,
 )
 from structinit_jax.data.source import Dataset
@@ -110,22 +111,27 @@ def test_evaluation_sees_each_example_once(device_loader, host_loader, batch_siz
 
 
 @pytest.mark.parametrize("batch_size", [6, 3 * 128])
-def test_processes_share_each_global_batch(batch_size):
+def test_processes_share_each_global_batch(host_loader, source, batch_size):
     def order(start, stop):
-        return 100 + np.arange(start, stop)
-
-    def read(position, index):
-        return {"position": np.int64(position), "index": np.int64(index)}
+        return np.arange(start, stop) % NUM
 
     parts = [
-        list(read_batches(read, order, range(2, 7), batch_size, number, process_count=3))
+        list(host_loader.read_batches(order, range(2, 7), batch_size, number, process_count=3))
         for number in range(3)
     ]
     for step, batches in enumerate(zip(*parts, strict=True), start=2):
-        whole = np.concatenate([batch["position"] for batch in batches])
-        np.testing.assert_array_equal(whole, batch_size * step + np.arange(batch_size))
-        index = np.concatenate([batch["index"] for batch in batches])
-        np.testing.assert_array_equal(index, whole + 100)
+        whole = np.concatenate([batch["label"] for batch in batches])
+        positions = batch_size * step + np.arange(batch_size)
+        np.testing.assert_array_equal(whole, positions % NUM)
+
+
+def test_a_stopped_iteration_ends_its_threads(host_loader):
+    before = threading.active_count()
+    batches = host_loader.eval_batches(batch_size=8)
+    next(batches)
+    assert threading.active_count() > before
+    batches.close()
+    assert threading.active_count() == before
 
 
 def test_host_batches_are_random_crops_by_position(mesh):

@@ -56,9 +56,10 @@ def test_a_run_killed_or_stopped_at_any_moment_ends_bit_equal(tmp_path):
 
     def digests(workdir):  # of all arrays, those of the optimizer too
         index = (workdir / "checkpoints" / "120" / "index_0.json").read_text()
-        files = json.loads(index.splitlines()[0])
+        files = json.loads(index.splitlines()[0])["files"]
         return {name: digest for name, digest in files.items() if name.count("/") == 2}
 
+    assert len(digests(whole)) > 20
     assert digests(killed) == digests(whole)
     soak = runpy.run_path(str(fork_main.ROOT / "benchmarks" / "soak.py"))
 

@@ -1,6 +1,7 @@
 """Every model family: names and fields, parameter counts, sites, schemes, and what is refused."""
 
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
 def test_unknown_names_are_refused_with_similar_ones():
-    with pytest.raises(InputError, match=r"model\.name='swin_tiny_224' is unknown: did you mean"):
+    with pytest.raises(InputError, match=r"^name='swin_tiny_224' is unknown: did you mean"):
         default_config("swin_tiny_224")
 
 
@@ -50,28 +51,32 @@ def test_variants_have_timms_parameter_counts(name):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (dict(image_size=(8, 0)), r"config\.data\.image_size=\(8, 0\) must"),
-        (dict(image_size=(8, 9)), r"data\.image_size=\(8, 9\) .*model\.patch_size=2"),
-        (dict(size=3), r"config\.model\.size does not exist"),
+        (dict(image_size=(8, 0)), r"^image_size=\(8, 0\) must"),
+        (dict(image_size=(8, 9)), r"^image_size=\(8, 9\) .* patch_size=2"),
+        (dict(size=3), "^size does not exist"),
+        (dict(name="vit", num_heads=3), "^num_heads=3 .* width=16"),
+        (dict(name="vit", num_heads=8, positions="rope"), "^head_dim=2: .* multiple of 4"),
+        (dict(name="swin", depths=(2,)), r"^depths=\(2,\) .* num_heads=\(2, 4\)"),
     ],
 )
-def test_images_without_a_grid_and_invalid_fields_are_refused(fields, message):
-    options = default_config("mixer") | SIZES["mixer"] | dict(image_size=8) | fields
+def test_sizes_that_do_not_fit_and_invalid_fields_are_refused(fields, message):
+    name = fields.get("name", "mixer")
+    options = default_config(name) | SIZES[name] | dict(image_size=8) | fields
     with pytest.raises(InputError, match=message):
         create_model(options, channels=1, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(
-    ("family", "shape", "message"),
+    ("family", "shape"),
     [
-        ("vit", (1, 4, 16, 1), "images have 2x8 patches, but the model was built for 4x4"),
-        ("swin", (1, 8, 16, 1), r"\(8, 16\) pixels.*data\.image_size=\(8, 8\)"),
-        ("vit", (1, 8, 8, 3), r"images have shape \(1, 8, 8, 3\), .*\[B, H, W, 1\]"),
-        ("convmixer", (1, 9, 8, 1), r"images have shape \(1, 9, 8, 1\), .*patch size 2"),
+        ("vit", (1, 4, 16, 1)),
+        ("swin", (1, 8, 16, 1)),
+        ("vit", (1, 8, 8, 3)),
+        ("convmixer", (1, 9, 8, 1)),
     ],
 )
-def test_images_that_the_model_was_not_built_for_are_refused(family, shape, message):
-    with pytest.raises(InputError, match=message):
+def test_images_that_the_model_was_not_built_for_are_refused(family, shape):
+    with pytest.raises(InputError, match=f"^images have shape {re.escape(str(shape))}"):
         make(family)(jnp.zeros(shape))
 
 

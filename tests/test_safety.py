@@ -6,7 +6,7 @@ import fork_main
 import pytest
 
 from structinit_jax.errors import InputError
-from structinit_jax.evaluate import Classifier
+from structinit_jax.predict import Classifier
 
 
 def test_code_that_a_workdir_names_runs_only_with_consent(workdir, tmp_path):

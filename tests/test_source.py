@@ -43,17 +43,16 @@ def test_splits_are_tfds(spec):
         (part.splitname, range(part.from_ or 0, part.to or sizes[part.splitname]))
         for part in theirs
     ]
-    assert parse_split(spec, INFO, "data.train_split") == expected
-    size = sum(len(part) for _, part in expected)
-    assert split_size(spec, INFO, "data.train_split") == size
+    assert parse_split(spec, INFO) == expected
+    assert split_size(spec, INFO) == sum(len(part) for _, part in expected)
 
 
 @pytest.mark.parametrize(
     "spec", ["trian", "train[:58]", "train[", "", "train[90%:10%]", "train[:1shard]"]
 )
-def test_bad_splits_are_refused_by_field(spec):
-    with pytest.raises(InputError, match=r"^config\.data\.eval_split=.* 'train' \(57\), 'test'"):
-        parse_split(spec, INFO, "data.eval_split")
+def test_bad_splits_are_refused_by_name(spec):
+    with pytest.raises(InputError, match=r"^split='.* 'train' \(57\), 'test'"):
+        parse_split(spec, INFO)
 
 
 # -- examples --------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import references
 from flax import nnx
 
 from structinit_jax.attention_init.targets import relative_index
-from structinit_jax.errors import InputError
 from structinit_jax.models.swin import SwinTransformer, spread_bias
 from structinit_jax.models.timm import from_timm, to_timm
 from structinit_jax.training.state import split_model
@@ -68,11 +67,6 @@ def test_gradients_equal_timm():
     for key, value in expected.items():
         scale = np.abs(value).max()
         np.testing.assert_allclose(gradient[key], value, atol=1e-3 * scale, err_msg=key)
-
-
-def test_depths_and_heads_need_equally_many_stages():
-    with pytest.raises(InputError, match=r"model\.depths=\(2,\) .*model\.num_heads=\(2, 4\)"):
-        make("shifted", depths=(2,))
 
 
 def test_the_position_bias_is_read_without_a_scatter_in_the_gradient():

@@ -18,12 +18,23 @@ from structinit_jax.models.timm import from_timm, select_weights, to_timm
 from structinit_jax.models.vit import VisionTransformer
 
 
-def make(**options):
-    """A ViT of zeros."""
-    options = SMALL | dict(positions="learned") | options
-    model = nnx.eval_shape(lambda: VisionTransformer(**options, rngs=nnx.Rngs(0)))
-    nnx.update(model, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), nnx.state(model)))
+def make(family=VisionTransformer, seed=0, **options):
+    """A model in which no two values are equal."""
+    rng = np.random.default_rng(seed)
+    model = nnx.eval_shape(lambda: family(**options, rngs=nnx.Rngs(0)))
+    normal = lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape, np.float32))  # noqa: E731
+    nnx.update(model, jax.tree.map(normal, nnx.state(model)))
     return model
+
+
+def make_timm(**options):
+    return make(**(SMALL | dict(positions="learned") | options))
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -35,46 +46,40 @@ def state_dicts():
 
 @pytest.mark.parametrize("case", CASES)
 def test_export_returns_the_loaded_state_dict(state_dicts, case):
-    model = make(**CASES[case])
+    model = make_timm(**CASES[case])
     wrapped = {f"module._orig_mod.{name}": array for name, array in state_dicts[case].items()}
     from_timm(model, wrapped)
-    back = to_timm(model)
-    assert back.keys() == state_dicts[case].keys()
-    for name, array in state_dicts[case].items():
-        np.testing.assert_array_equal(back[name], array, err_msg=name)
+    assert_equal(to_timm(model), state_dicts[case])
 
 
 def test_loaded_weights_keep_the_sharding_of_the_model(state_dicts):
     mesh = jax.make_mesh((8,), ("data",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    model = make(**CASES["mean"])
+    model = make_timm(**CASES["mean"])
     nnx.update(model, jax.device_put(nnx.state(model), sharding))
     from_timm(model, state_dicts["mean"])
     assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(nnx.state(model)))
 
 
 def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing(state_dicts):
-    state_dict, model = state_dicts["mean"], make(**CASES["mean"])
+    state_dict, model = state_dicts["mean"], make_timm(**CASES["mean"])
     before = to_timm(model)
     missing = {k: v for k, v in state_dict.items() if k != "blocks.1.mlp.fc1.bias"}
-    with pytest.raises(InputError, match=r"no 'blocks\.1\.mlp\.fc1\.bias'"):
+    with pytest.raises(InputError, match=r"has no blocks\.1\.mlp\.fc1\.bias"):
         from_timm(model, missing)
     with pytest.raises(InputError, match=r"blocks\.1\.mlp\.fc1\.bias has dtype int8"):
         from_timm(model, missing | {"blocks.1.mlp.fc1.bias": np.zeros(64, np.int8)})
-    with pytest.raises(InputError, match=r"no place for: extra\.weight"):
-        from_timm(model, state_dict | {"extra.weight": np.ones(3)})
-    with pytest.raises(InputError, match=r"\['pos_embed'\].*9, 16.*4, 16.*start_from"):
+    with pytest.raises(InputError, match=r"\['pos_embed'\].*9, 16.*4, 16.*select_weights"):
         from_timm(model, state_dict | {"pos_embed": np.ones((1, 9, 16))})
     for name in ("reg_token", "blocks.0.attn.q_norm.weight"):
         for convert in (from_timm, lambda model, state_dict: select_weights(state_dict, model)):
-            with pytest.raises(InputError, match=f"{name}.* no register tokens and no norms"):
+            with pytest.raises(InputError, match=f"no place for {name}"):
                 convert(model, state_dict | {name: np.ones(8, np.float32)})
-    after = to_timm(model)
-    assert all(np.array_equal(before[name], after[name]) for name in before)
+    assert_equal(to_timm(model), before)
 
 
 def test_fixed_positions_are_timms_pos_embed():
-    model = make(positions="sincos", image_size=8)
+    model = make_timm(positions="sincos", image_size=8)
     state_dict = to_timm(model)
     assert state_dict["pos_embed"].shape == (1, 4, 16)
     for dtype in (np.float32, np.float16, jax.numpy.bfloat16):
@@ -91,26 +96,17 @@ LEARNED = dict(positions="learned", pool="class_token")
 
 @functools.cache
 def vit(width, depth, num_heads, num_classes=5, seed=0, **options):
-    """A ViT in which no two values are equal."""
     sizes = dict(width=width, depth=depth, num_heads=num_heads, num_classes=num_classes)
-    return filled(VisionTransformer, seed, **INPUT | LEARNED | sizes | options)
+    return make(VisionTransformer, seed, **INPUT | LEARNED | sizes | options)
 
 
 def mixer(width, depth, seed=0, **options):
-    return filled(MlpMixer, seed, **INPUT | options, num_classes=3, width=width, depth=depth)
+    return make(MlpMixer, seed, **INPUT | options, num_classes=3, width=width, depth=depth)
 
 
 def swin(width, window_size=4):
     sizes = dict(INPUT, patch_size=1, num_classes=3, depths=(2,), num_heads=(2,))
-    return filled(SwinTransformer, 0, **sizes, width=width, window_size=window_size)
-
-
-def filled(family, seed, **options):
-    rng = np.random.default_rng(seed)
-    model = nnx.eval_shape(lambda: family(**options, rngs=nnx.Rngs(0)))
-    normal = lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape, np.float32))  # noqa: E731
-    nnx.update(model, jax.tree.map(normal, nnx.state(model)))
-    return model
+    return make(SwinTransformer, **sizes, width=width, window_size=window_size)
 
 
 def by_hand(teacher, student):
@@ -128,12 +124,6 @@ def by_hand(teacher, student):
                 grid.append(range(0, n, n // m))
         expected[name] = teacher[name][np.ix_(*grid)]
     return expected
-
-
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
 TEACHER = (24, 4, 3)
@@ -179,19 +169,12 @@ def test_buffers_of_older_files_are_ignored():
 
 
 UNFIT = {  # teacher and student from a teacher, and what the message says
-    "deeper": (lambda t: (t, vit(12, 5, 3)), r"teacher has no blocks\.4\.\S+: .* as deep"),
-    "pool": (lambda t: (t, vit(12, 2, 3, pool="mean")), r"has no .* same config\.model\.pool"),
+    "deeper": (lambda t: (t, vit(12, 5, 3)), r"has no blocks\.4\.\S+, .* depth"),
+    "pool": (lambda t: (t, vit(12, 2, 3, pool="mean")), r"has no fc_norm.* pool"),
     "tokens": (lambda t: (mixer(16, 3), mixer(8, 1, image_size=4)), "number of tokens"),
     "windows": (lambda t: (swin(8), swin(8, window_size=2)), "window size"),
     "family": (lambda t: (t, mixer(8, 1)), "of the same family"),
 }
-
-
-def test_positions_of_another_grid_that_is_not_square_are_refused():
-    teacher = to_timm(vit(*TEACHER))
-    teacher["pos_embed"] = np.repeat(teacher["pos_embed"], 7, axis=1)  # 35 rows
-    with pytest.raises(InputError, match=r"pos_embed has shape .* number of tokens"):
-        select_weights(teacher, vit(12, 2, 3))
 
 
 @pytest.mark.parametrize("case", UNFIT)

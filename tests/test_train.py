@@ -188,8 +188,8 @@ def test_a_run_that_is_past_its_last_step_is_not_resumed(run_config, workdir):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("data.eval_split", "validation", r"data\.eval_split"),
-        ("model.num_classes", 100, r"model\.num_classes=100"),
+        ("data.eval_split", "validation", r"^config\.data\.eval_split: split="),
+        ("model.num_classes", 100, r"^config\.model: num_classes=100"),
         ("batch_size", 60, r"config\.batch_size=60 must be a multiple of 8"),
         ("attention_init.kernel_size", 9, r"on \(4, 4\) tokens, one filter leads off the grid"),
         ("optimizer", "test_train:nothing", r"config\.optimizer='test_train:nothing'"),

@@ -143,49 +143,32 @@ def test_rotary_heads_of_every_layer_attend_to_their_neighbor(library_promotion)
     np.testing.assert_array_equal(model.patch_embedding.bias[...], weights.patch_bias)
 
 
-@pytest.mark.parametrize("pool", ["mean", "class_token"])
-def test_attention_init_is_asked_once_and_put_in_place(pool):
+@pytest.mark.parametrize(("pool", "num_prefix"), [("mean", 0), ("class_token", 1)])
+def test_attention_init_is_asked_once_and_put_in_place(pool, num_prefix):
     calls = []
 
     def init(rng, site):
         calls.append(site)
         shape = (site.num_layers, site.width, site.num_heads, site.head_dim)
         positions = jnp.full((site.num_tokens, site.width), 3.0)
-        return AttentionWeights(query=jnp.full(shape, 2.0), positions=positions)
+        return AttentionWeights(jnp.full(shape, 2.0), positions=positions, position_scale=18.0)
 
-    model = make(pool=pool, positions="learned", attention_init=init)
+    options = dict(pool=pool, positions="learned")
+    own = make(**options)
+    model = make(**options, attention_init=init)
     (site,) = calls
-    assert (site.grid, site.width, site.num_heads, site.head_dim) == ((4, 4), 16, 2, 8)
-    assert (site.num_layers, site.qk_scale) == (3, pytest.approx(8**-0.5))
-    assert site.positions.shape == (16, 16)
+    assert (site.grid, *site.sizes) == ((4, 4), 3, 16, 2, 8)
+    assert site.qk_scale == pytest.approx(8**-0.5)
+    np.testing.assert_array_equal(site.positions, own.positions[...][num_prefix:])
     assert np.all(model.blocks.attention.query.kernel[...] == 2)
-    assert not np.any(model.blocks.attention.key.kernel[...] == 2)
-    assert np.all(model.positions[...][-16:] == 3)
-    assert len(model.positions[...]) == (17 if pool == "class_token" else 16)
-
-
-def test_a_scale_multiplies_learned_positions():
-    options = dict(pool="class_token", positions="learned")
-    weights = AttentionWeights(position_scale=18.0)
-    model = make(**options)
-    np.testing.assert_array_equal(model.sites()["blocks"].positions, model.positions[...][1:])
-    scaled = make(**options, attention_init=lambda rng, site: weights)
-    np.testing.assert_allclose(scaled.positions[...], 18 * model.positions[...], rtol=1e-6)
+    key = own.blocks.attention.key.kernel[...]
+    np.testing.assert_array_equal(model.blocks.attention.key.kernel[...], key)
+    # A class token's own position is scaled too.
+    expected = np.concatenate([own.positions[...][:num_prefix], np.full((16, 16), 3.0)])
+    np.testing.assert_allclose(model.positions[...], 18 * expected, rtol=1e-6)
 
 
 def test_a_scheme_cannot_set_fixed_positions():
     weights = AttentionWeights(positions=jnp.zeros((16, 16)))
-    with pytest.raises(InputError, match=r"model\.positions='learned'"):
+    with pytest.raises(InputError, match="positions='learned'"):
         make(attention_init=lambda rng, site: weights)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(num_heads=3), r"model\.num_heads: 16 channels .* by 3 heads"),
-        (dict(positions="rope", num_heads=8), "head_dim=2: rotary positions need a multiple of 4"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(options, message):
-    with pytest.raises(InputError, match=message):
-        make(**options)

@@ -71,8 +71,7 @@ def observe_start(config: ConfigDict, images: UInt8[np.ndarray, "n H H C"]) -> S
     mesh = make_mesh(devices=jax.local_devices()[:1])
     model = build.make_model(config, mesh)
     weights = _initial_weights(config, model)
-    snapshot = make_observer(config, model)(0, weights, images)
-    return snapshot._replace(name=snapshot.name.removesuffix(", step 0"))
+    return make_observer(config, model)(_start_name(config), weights, images)
 
 
 def observe_run(
@@ -88,7 +87,15 @@ def observe_run(
     initial = _initial_weights(config, model)
     trained = (state.params, state.model_state)
     observe = make_observer(config, model)
-    return [observe(0, initial, images), observe(int(state.step), trained, images)]
+    name = _start_name(config)
+    return [
+        observe(f"{name}, step 0", initial, images),
+        observe(f"{name}, step {int(state.step):,}", trained, images),
+    ]
+
+
+def _start_name(config):
+    return "selected weights" if config.start_from else config.attention_init.name
 
 
 def _initial_weights(config, model):
@@ -103,53 +110,49 @@ def _initial_weights(config, model):
 
 def make_observer(
     config: ConfigDict, model: AbstractModel
-) -> Callable[[int, Sequence[Any], UInt8[np.ndarray, "n H H C"]], Snapshot]:
-    """Returns `(step, weights, images) -> snapshot`, which compiles once for all weights.
+) -> Callable[[str, Sequence[Any], UInt8[np.ndarray, "n H H C"]], Snapshot]:
+    """Returns `(name, weights, images) -> snapshot`, which compiles once for all weights.
 
-    The model is on one device. `weights` are parameters and model state after the training step
-    `step`. The number of images n is a multiple of `BATCH_SIZE`.
+    The model is on one device. `weights` are parameters and model state. The number of images n is
+    a multiple of `BATCH_SIZE`.
     """
-    name = "selected weights"
     targets = {}
     if not config.start_from:
-        name = config.attention_init.name
         targets = find_targets(model, make_attention_init(config), config.seed)
-    observe_batch = jax.jit(functools.partial(_observe_batch, config, model.graphdef, targets))
+    observe_batch = jax.jit(functools.partial(_observe_batch, config, model.graphdef))
 
-    def observe(step, weights, images):
+    def observe(name, weights, images):
         sites = nnx.merge(model.graphdef, *weights).sites()
         totals = []
-        ranks = []
         for batch in images.reshape(-1, BATCH_SIZE, *images.shape[1:]):
-            total, features = jax.device_get(observe_batch(weights, batch))
-            totals.append(total)
-            matrices = [each.reshape(len(each), -1, each.shape[-1]) for each in features]
-            ranks.append([measures.stable_rank(matrix).mean() for matrix in matrices])
-        stacks, shifts = jax.tree.map(lambda *values: np.mean(values, axis=0), *totals)
-        of_layers = zip(features, np.mean(ranks, axis=0), shifts, strict=True)
+            stages, features = jax.device_get(observe_batch(targets, weights, batch))
+            for averages, grids in zip(stages, features, strict=True):
+                matrices = grids.reshape(*grids.shape[:2], -1, grids.shape[-1])
+                rank = measures.stable_rank(matrices).mean(axis=1, keepdims=True)
+                averages["stable_rank" if "maps" in averages else "input_rank"] = rank
+            totals.append(stages)
+        stages = jax.tree.map(lambda *values: np.mean(values, axis=0), *totals)
         layers = []
-        for stage, (site, averages) in enumerate(zip(sites.values(), stacks, strict=True), 1):
-            maps = averages.pop("maps", None)
-            if maps is not None:
-                averages |= jax.device_get(measures.measure_mean_maps(maps, site.grid))
+        for stage, (site, averages) in enumerate(zip(sites.values(), stages, strict=True), 1):
+            grid = features[stage - 1].shape[2:4]
+            maps = averages.pop("maps", [None] * site.num_layers)
+            if maps[0] is not None:
+                grid = site.grid
+                averages |= jax.device_get(measures.measure_mean_maps(maps, grid))
             for i in range(site.num_layers):
                 values = {key: value[i] for key, value in averages.items() if i < len(value)}
-                feature, rank, shift = next(of_layers)
-                values["input_rank" if maps is None else "stable_rank"] = rank[None]
-                if shift is not None:
-                    values["shift_distance"] = shift[None]
                 number = f"{stage}.{i + 1}" if len(sites) > 1 else str(i + 1)
-                if maps is None:
-                    layers.append(Layer(number, feature.shape[1:3], None, values))
-                else:
-                    layers.append(Layer(number, site.grid, maps[i], values))
-        return Snapshot(f"{name}, step {step:,}", layers)
+                layers.append(Layer(number, grid, maps[i], values))
+        return Snapshot(name, layers)
 
     return observe
 
 
 def _observe_batch(config, graphdef, targets, weights, images):
-    """Returns averages over a batch, by stack and by layer, and the features to take ranks of."""
+    """Returns averages over a batch, and the features [L, B, R, C, D] to take ranks of, by stage.
+
+    The averages are dicts of arrays [L, ...] by measure, and the maps.
+    """
     model = nnx.merge(graphdef, *weights)
     data = config.data
     sites = model.sites()
@@ -158,43 +161,44 @@ def _observe_batch(config, graphdef, targets, weights, images):
     def run(images, with_maps=False):
         images = normalize(images, tuple(data.mean), tuple(data.std))
         out = model(images, with_maps=with_maps)[1]
-        return out.get("stages", [out])
+        stages = out.get("stages", [out])
+        return stages, [_output_grids(*both) for both in zip(stages, sites.values(), strict=True)]
 
-    stages = run(images, with_maps=with_attention)
-    outputs = _output_grids(stages, sites)
-    if with_attention:
-        features = outputs
-        stacks = [
-            _average_maps(stage["blocks"], site, targets.get(name))
-            for stage, (name, site) in zip(stages, sites.items(), strict=True)
-        ]
-    else:  # the inputs of a ConvMixer's layers
-        features = [stages[0]["stem"].astype(jnp.float32), *outputs[:-1]]
-        stacks = [{}]
+    stages, features = run(images, with_maps=with_attention)
     coarsest = 2 ** (len(stages) - 1)  # patches on a side of a token of the last stage
     size = coarsest * config.model.patch_size
+    _, moved_down = run(jnp.roll(images, size, axis=1))
+    _, moved_right = run(jnp.roll(images, size, axis=2))
+    averages = []
+    for number, (name, site) in enumerate(sites.items()):
+        average = {}
+        if with_attention:
+            average = _average_maps(stages[number]["blocks"], site, targets.get(name))
+        tokens = coarsest // 2**number
+        down = _shift_distances(features[number], moved_down[number], (tokens, 0))
+        right = _shift_distances(features[number], moved_right[number], (0, tokens))
+        if down is not None and right is not None:
+            average["shift_distance"] = (down + right)[:, None] / 2
+        averages.append(average)
+    if not with_attention:  # the inputs of a ConvMixer's layers
+        stem = stages[0]["stem"].astype(jnp.float32)
+        features = [jnp.concatenate([stem[None], features[0][:-1]])]
+    return averages, features
 
-    def shift_distances(axis):
-        shifted = _output_grids(run(jnp.roll(images, size, axis)), sites)
-        for output, moved in zip(outputs, shifted, strict=True):
-            tokens = coarsest * output.shape[axis] // outputs[0].shape[axis]
-            shift = (tokens, 0) if axis == 1 else (0, tokens)
-            yield measures.shift_distance(output, moved, shift)
 
-    both = zip(shift_distances(1), shift_distances(2), strict=True)
-    shifts = [None if down is None else (down + right) / 2 for down, right in both]
-    return (stacks, shifts), features
+def _output_grids(stage, site):
+    """Returns the outputs of layers, [L, B, R, C, D], without class and register tokens."""
+    output = stage["blocks"]["output"].astype(jnp.float32)
+    if output.ndim == 4:  # [L, B, N, D]; class and register tokens come first
+        output = output[:, :, -site.num_tokens :]
+        output = output.reshape(*output.shape[:2], *site.grid, -1)
+    return output
 
 
-def _output_grids(stages, sites):
-    """Returns the outputs of all layers, [B, R, C, D], without class and register tokens."""
-    grids = []
-    for stage, site in zip(stages, sites.values(), strict=True):
-        for output in stage["blocks"]["output"].astype(jnp.float32):
-            if output.ndim == 3:  # class and register tokens come first
-                output = output[:, -site.num_tokens :].reshape(len(output), *site.grid, -1)
-            grids.append(output)
-    return grids
+def _shift_distances(features, of_shifted, shift):
+    """Returns the distance [L] of each layer; None if there are no inner tokens."""
+    distance = functools.partial(measures.shift_distance, shift=shift)
+    return jax.vmap(distance)(features, of_shifted)
 
 
 def _average_maps(blocks, site: AttentionStack, targets) -> dict[str, Array]:
@@ -210,5 +214,5 @@ def _average_maps(blocks, site: AttentionStack, targets) -> dict[str, Array]:
     if targets is not None:
         index, filters = targets
         with_target = maps[:, : len(index)]  # `impulse_mimetic` has none in the last layers
-        averages |= measures.measure_against_targets(with_target, jnp.asarray(filters[index]))
+        averages |= measures.measure_against_targets(with_target, filters[index])
     return averages

@@ -116,8 +116,8 @@ def make_augment(
     def augment(rng, images, labels):
         if config.mix_group and len(images) % config.mix_group:
             raise InputError(
-                f"config.augment.mix_group={config.mix_group} does not divide the batch size "
-                f"{len(images)}: choose a divisor, or 0 to mix within the whole batch"
+                f"mix_group={config.mix_group} does not divide the batch size {len(images)}: "
+                "choose a divisor, or 0 to mix within the whole batch"
             )
         index = jnp.arange(len(images))
         images = _shard(change_pixels, mesh)(rng, index, images)

@@ -5,13 +5,38 @@ r"""Compares initializations, and any other fields, over several seeds.
 
 Trains every setting with the seeds config.seed, config.seed + 1, …, prints a line for each run and
 each evaluation, and writes results.csv, report.md and curves.png to the workdir. Any
-field can be an axis: --grid=model.num_heads=3,6. The first scheme of the latest command is the
-baseline, or the first setting if all have the same scheme.
+field can be an axis: --grid=model.num_heads=3,6. The first scheme of a command is the baseline of
+its settings, or the first setting if all have the same scheme.
 
 The same command resumes after Ctrl-C and retries failed runs; with more schemes, values or seeds it
 trains only what is missing. Started a second time while it runs, for example with another device
 (CUDA_VISIBLE_DEVICES) or core (taskset), it trains settings that the first has not begun. Each run
 is a workdir of its own, SETTING/seed_K, for all other commands.
+
+To train a table of the papers, and put the published accuracies next to ours:
+
+    python -m structinit_jax.compare --table=2024.2 --rows=cifar10 --workdir=/tmp/table2 --seeds=1
+
+configs/papers.csv has the rows of all tables with their configs and published figures:
+
+    2024.1        ViT-T with learned and sin-cos positions, class token and pooling, on CIFAR-10
+    2024.2        initializations of ViT-T on CIFAR-10, CIFAR-100, SVHN and ImageNet-1K
+    2024.3        initializations of ViTs with more heads on CIFAR-100
+    2024.4        ConvMixer with trained and fixed spatial filters on CIFAR-10
+    2024.5        ViTs of depth 8, widths 256 and 512, with 4 to 32 heads on CIFAR-10
+    2024.6        pseudo inputs of the solve, ViT-T with 3 and 8 heads on CIFAR-10
+    2024.7        ViTs of depth 8, widths 64 and 128, with 4 to 32 heads on CIFAR-10
+    2025.1        initializations of ViT-T on six small data sets at 224 pixels
+    2025.2        initializations of ViT-T, ViT-S and ViT-B on ImageNet-1K
+    2025.3        Swin and MLP-Mixer (our own impulse) on six small data sets
+    2025.4        ViT-T on six small data sets; rows 'from_X' take weights from a ViT-S,
+                  vit_small_X.safetensors (how to make it: configs/vit_2025_small.py)
+    2025.5        ViT-B on ImageNet-1K in three configurations, whose curves are in figure 5
+    2025.figure3  training curves of ViT-T on CIFAR-10 and ViT-B on ImageNet-1K
+
+One GPU suffices for the small data sets; ImageNet-1K needs eight or more. The report has the notes
+of configs/papers.csv, such as where published figures disagree. The difference to a baseline is
+reported once its row is trained too. --config.FIELD=VALUE applies to all rows.
 """
 
 import sys
@@ -20,7 +45,8 @@ from absl import flags
 
 from structinit_jax import command_line
 from structinit_jax.command_line import FLAGS
-from structinit_jax.compare import train_grid
+from structinit_jax.compare import grid
+from structinit_jax.compare import settings as settings_lib
 from structinit_jax.errors import InputError
 
 
@@ -30,21 +56,31 @@ def define_flags() -> None:
     flags.DEFINE_integer("seeds", 3, "Seeds of each setting.", lower_bound=1)
     text = "A field and its values, such as model.num_heads=3,6. May be repeated."
     flags.DEFINE_multi_string("grid", [], text)
+    flags.DEFINE_string("table", None, "A table of the papers, such as 2024.2, in place of a grid.")
+    flags.DEFINE_list("rows", [], "Only the rows of the table whose name has all these words.")
 
 
 def main(overrides: command_line.Overrides) -> None:
     """Runs the command; exits with status 1 if a run failed."""
-    if not FLAGS.workdir:
-        raise InputError("--workdir is required: the output directory, such as /tmp/compare")
-    if FLAGS.config is None:
-        raise InputError("--config is required, such as --config=configs/vit_fashion_mnist.py")
-    config = command_line.read_config(overrides)
-    schemes = FLAGS.schemes or [config.attention_init.name]
-    failed = train_grid.run_grid(
-        train_grid.expand(config, schemes, train_grid.parse_axes(FLAGS.grid)),
-        range(config.seed, config.seed + FLAGS.seeds),
-        FLAGS.workdir,
-    )
+    workdir = command_line.required_workdir()
+    given = {name for name in ("config", "schemes", "grid", "table", "rows") if FLAGS[name].value}
+    of_grid = {"config"} <= given <= {"config", "schemes", "grid"}
+    of_table = {"table"} <= given <= {"table", "rows"}
+    if not (of_grid or of_table):
+        raise InputError("pass either --config (--schemes, --grid) or --table (--rows)")
+    rows = {}
+    if of_table:
+        table = settings_lib.read_table(FLAGS.table)
+        rows = {name: row for name, row in table.items() if {*FLAGS.rows} <= {*name.split(",")}}
+        if not rows:
+            raise InputError(f"--rows={','.join(FLAGS.rows)}: no row has all: {'; '.join(table)}")
+        settings = settings_lib.configs_of(rows, overrides)
+    else:
+        config = command_line.read_config(overrides)
+        schemes = FLAGS.schemes or [config.attention_init.name]
+        settings = settings_lib.expand(config, schemes, settings_lib.parse_axes(FLAGS.grid))
+    first = next(iter(settings.values())).seed
+    failed = grid.run_grid(settings, range(first, first + FLAGS.seeds), workdir, rows)
     if failed:
         sys.exit(f"{failed} runs failed: see the report; the same command tries them again")
 

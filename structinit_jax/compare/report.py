@@ -4,8 +4,6 @@ The report is results.csv, report.md and curves.png. It needs only the files tha
 written, so it can be repeated.
 """
 
-import csv
-import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,9 +15,9 @@ from ml_collections import ConfigDict
 from scipy import special
 
 from structinit_jax.analysis.figures import COLORS, add_legend
-from structinit_jax.compare import HARMLESS, Comparison, read_comparison
+from structinit_jax.compare.records import HARMLESS, Comparison, read_comparison
 from structinit_jax.errors import printable
-from structinit_jax.training.figures import png
+from structinit_jax.training.figures import csv_text, png
 from structinit_jax.training.resume import changes
 from structinit_jax.training.workdir import write_atomically
 
@@ -64,22 +62,16 @@ def _table(rows: list[list[str]]) -> str:
 
 
 def _summary(comparison: Comparison) -> list[list[str]]:
-    facts = comparison.info["settings"]
-    rows = []
+    published = {name: fact["published"] for name, fact in comparison.info["settings"].items()}
+    rows = [["setting", "seeds", f"{comparison.metric}, %", "difference to the baseline (95 %)"]]
     for setting, runs in comparison.runs.items():
-        rows.append(
-            {
-                "setting": setting,
-                "seeds": f"{len(comparison.finished(setting))} of {len(runs)}",
-                f"{comparison.metric}, %": _format_percent(comparison.accuracies(setting).values()),
-                "published, %": facts[setting]["published"] or "–",
-                "difference to the baseline (95 %)": _format_difference(comparison, setting),
-            }
-        )
-    header = [*rows[0]]
-    if not any(fact["published"] for fact in facts.values()):
-        header.remove("published, %")
-    return [header, *([row[name] for name in header] for row in rows)]
+        seeds = f"{len(comparison.finished(setting))} of {len(runs)}"
+        accuracy = _format_percent(comparison.accuracies(setting).values())
+        rows.append([setting, seeds, accuracy, _format_difference(comparison, setting)])
+    if any(published.values()):
+        for row, value in zip(rows, ["published, %", *published.values()], strict=True):
+            row.insert(3, value or "–")
+    return rows
 
 
 def _format_percent(accuracies: Iterable[float]) -> str:
@@ -118,7 +110,7 @@ def half_interval(values: Sequence[float]) -> float:
 
 
 def _other_fields(info: Mapping[str, Any]) -> list[str]:
-    """Describes fields that differ from the baseline's and are not in the setting's name."""
+    """Describes fields outside `attention_init` that differ from those of the baseline."""
     configs = {name: facts["config"] for name, facts in info["settings"].items()}
     lines = []
     for name, baseline in info["baselines"].items():
@@ -127,7 +119,6 @@ def _other_fields(info: Mapping[str, Any]) -> list[str]:
             f"{field} is {value!r}, not {other!r}"
             for field, (other, value) in changes(configs.get(baseline, configs[name]), own).items()
             if not field.startswith(("attention_init", "seed", *HARMLESS))
-            and f",{field}=" not in name
         ]
         if different:
             lines.append(f"{name} differs from its baseline: {'; '.join(different)}.")
@@ -140,7 +131,7 @@ def _other_fields(info: Mapping[str, Any]) -> list[str]:
 def write_report(workdir: Path) -> None:
     """Writes the files of the report."""
     comparison = read_comparison(workdir)
-    texts = {"results.csv": csv_text(comparison), "report.md": markdown(comparison)}
+    texts = {"results.csv": csv_of(comparison), "report.md": markdown(comparison)}
     # `compare.json` may come from somebody else.
     files: dict[str, str | bytes] = {k: printable(text, keep="\n") for k, text in texts.items()}
     if figure := draw_curves(comparison):
@@ -150,29 +141,18 @@ def write_report(workdir: Path) -> None:
     print(f"wrote {', '.join(files)} to {workdir}", flush=True)
 
 
-def csv_text(comparison: Comparison) -> str:
+def csv_of(comparison: Comparison) -> str:
     """Returns the text of results.csv, which has one row for each run."""
+    header = ["setting", "seed", "status", "epoch", "test_accuracy"]
+    header += ["baseline", "published", "error"]
     rows = []
     for setting, runs in comparison.runs.items():
+        baseline = comparison.info["baselines"].get(setting)
         for run in runs:
             last = max(run.curve, default=0)
-            rows.append(
-                {
-                    "setting": setting,
-                    "seed": run.seed,
-                    "status": run.status,
-                    "epoch": run.epoch(last),
-                    "test_accuracy": run.curve.get(last),
-                    "baseline": comparison.info["baselines"].get(setting),
-                    "published": run.facts["published"],
-                    "error": run.error,
-                }
-            )
-    file = io.StringIO()
-    writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
+            measured = [run.status, run.epoch(last), run.curve.get(last)]
+            rows.append([setting, run.seed, *measured, baseline, run.facts["published"], run.error])
+    return csv_text(header, rows)
 
 
 def draw_curves(comparison: Comparison) -> Figure | None:

@@ -23,7 +23,7 @@ def open_tfds(name: str, data_dir: Folder) -> Dataset:
         there = f" Another version is there: pass {' or '.join(versions)}." if versions else ""
         raise InputError(
             f"data set {name!r} is not prepared: looked in {path}.{there} Pass"
-            f" --config.data.data_dir=DIR, the folder that holds {folder}/, or download it with\n"
+            f" data_dir=DIR, the folder that holds {folder}/, or download it with\n"
             f"  python -m structinit_jax.prepare --name={name} --data_dir={builder.data_dir_root}"
         )
     with _reading(name, data_dir):

@@ -98,16 +98,14 @@ def crop_and_resize(
     """Decodes a box of an image and resizes it to uint8 [image_size, image_size, C].
 
     The box is (top, left, height, width) in pixels, `interpolation` 'bicubic' or 'bilinear'. A JPEG
-    is decoded at a fraction of its size if the box still has `image_size` pixels each way.
+    is decoded at a fraction of its size if the box still has `image_size` pixels each way, as with
+    Pillow's `draft`. Decoding ends below the box, as with TensorFlow's `decode_and_crop_jpeg`; this
+    changes no pixel. (timm and torchvision decode whole images.)
     """
-    full, (top, left, *sides) = image.size, box
-    at_least = (math.ceil(size * image_size / side) for size, side in zip(full, sides, strict=True))
-    pixels = image.decode(tuple(at_least))
-    height, width = pixels.shape[:2]
-    # The decoded size is rounded up, but its pixels are exact eighths apart.
-    scale = round(8 * max(height, width) / max(full)) / 8
-    bottom = min((top + sides[0]) * scale, height)
-    right = min((left + sides[1]) * scale, width)
+    top, left, height, width = box
+    pixels, scale = image.decode_top(top + height, min(height, width) / image_size)
+    bottom = (top + height) * scale
+    right = (left + width) * scale
     top = top * scale
     left = left * scale
     # Cut out first, as timm does, so that pixels outside the box do not bleed into its edge.

@@ -46,7 +46,7 @@ def open_dataset(name: str, data_dir: Folder = None, channels: int | None = None
     """
     data_dir = expand_user(data_dir)
     if name in OPENERS or is_reference(name):
-        dataset = find(name, OPENERS, "data.name")(data_dir)
+        dataset = find(name, OPENERS, "config.data.name")(data_dir)
         if not isinstance(dataset, Dataset):
             kind = type(dataset).__name__
             raise InputError(f"data set {name!r} returned {kind}: return Dataset.from_records(...)")

@@ -7,6 +7,8 @@ can decode at a fraction of the size. Pillow decodes every other format, and CMY
 import functools
 import hashlib
 import io
+import math
+from typing import NamedTuple
 
 import numpy as np
 import simplejpeg
@@ -17,7 +19,9 @@ from structinit_jax.errors import InputError
 PIL_MODES = {1: "L", 3: "RGB"}
 # JPEG color spaces that libjpeg-turbo decodes as Pillow does, and what they are decoded to.
 JPEG_SPACES = {"Gray": "GRAY", "YCbCr": "RGB", "RGB": "RGB"}
-MAX_EXIF_START = 65_536  # bytes into a JPEG; searching all of it takes longer
+# Markers of a JPEG. The frame header holds the size; C4, C8 and CC are not frames.
+FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+END_OF_IMAGE = b"\xff\xd9"
 TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
 
 
@@ -27,9 +31,19 @@ class BadImageError(InputError):
     def __init__(self, problem: str):
         super().__init__(
             f"{problem}. Replace it with an intact image, or start a new run with"
-            " config.data.on_bad_image='skip'."
+            " on_bad_image='skip'."
         )
         self.problem = problem
+
+
+class JpegHeader(NamedTuple):
+    """What is known of a JPEG before it is decoded."""
+
+    height: int  # as stored, before applying the orientation
+    width: int
+    space: str  # to decode it to
+    orientation: int
+    frame: int  # offset of the frame header; 0 if the file is truncated
 
 
 class StoredImage:
@@ -63,16 +77,48 @@ class StoredImage:
         """
         if self._jpeg is None:
             return self._pixels.shape[:2]
-        height, width, _, orientation = self._jpeg
-        return (width, height) if orientation in TRANSPOSED else (height, width)
+        height = self._jpeg.height
+        width = self._jpeg.width
+        return (width, height) if self._jpeg.orientation in TRANSPOSED else (height, width)
 
-    def decode(self, at_least: tuple[int, int] = (0, 0)) -> np.ndarray:
-        """Returns the pixels, uint8 [h, w, C].
+    def decode(self) -> np.ndarray:
+        """Returns the pixels, uint8 [h, w, C]."""
+        pixels, _ = self.decode_top(self.size[0])
+        return pixels
 
-        A JPEG may be decoded at a smaller size, in eighths of its own, that has at least the given
-        height and width. (0, 0) decodes the full size.
+    def decode_top(self, rows: int, reduction: float = 1.0) -> tuple[np.ndarray, float]:
+        """Returns the upper `rows` of the image or more, uint8 [h, w, C], and their scale.
+
+        The scale of a JPEG is 1, 1/2, 3/8, 1/4 or 1/8, but at least `1 / reduction`; what is below
+        the rows is not decoded, and damage there goes unnoticed. Other images have the scale 1.
         """
-        return self._pixels if self._jpeg is None else self._decode_jpeg(at_least)
+        if self._jpeg is None:
+            return self._pixels, 1.0
+        height, width, space, orientation, frame = self._jpeg
+        data = self._data
+        eighths = next((n for n in (1, 2, 3, 4) if n * reduction >= 8), 8)
+        # The interpolation of colors needs the pixels below.
+        end = rows + 16 // eighths
+        if ends_early := frame > 0 and orientation == 1 and end < height:
+            height = end
+            # A decoder stops at the height in the header.
+            parts = (data[: frame + 5], height.to_bytes(2, "big"), memoryview(data)[frame + 7 :])
+            data = b"".join(parts)
+        try:
+            pixels = simplejpeg.decode_jpeg(
+                data,
+                space,
+                min_height=math.ceil(height * eighths / 8),
+                min_width=math.ceil(width * eighths / 8),
+                min_factor=1 if eighths == 8 else 2,
+                strict=not ends_early,  # it warns of the bytes that are left
+            )
+        except ValueError:
+            # simplejpeg stops at the first warning. Pillow goes on, but refuses a truncated file.
+            return self._pixels, 1.0
+        if pixels.shape[-1] != self._channels:
+            pixels = from_pillow(to_pillow(pixels), self._channels)
+        return _turn(pixels, orientation), eighths / 8
 
     def checksum(self) -> bytes:
         """Returns the SHA-256 of the encoded file, or of the pixels and their shape."""
@@ -81,34 +127,22 @@ class StoredImage:
         return hashlib.sha256(f"{self._data.shape}".encode() + self._data.tobytes()).digest()
 
     @functools.cached_property
-    def _jpeg(self) -> tuple[int, int, str, int] | None:
-        """Height, width, color space and orientation of a JPEG that simplejpeg can decode."""
+    def _jpeg(self) -> JpegHeader | None:
+        """The header of a JPEG that simplejpeg can decode."""
         if not (isinstance(self._data, bytes) and self._data.startswith(b"\xff\xd8")):
             return None
         try:
             height, width, space, _ = simplejpeg.decode_jpeg_header(self._data)
-        except ValueError:  # Pillow reads it, or says what is wrong
+            frame, has_exif = _find_frame(self._data)
+        except (ValueError, IndexError):  # Pillow reads it, or says what is wrong
             return None
         if space not in JPEG_SPACES:  # CMYK
             return None
-        orientation = 1
-        if b"Exif\0\0" in self._data[:MAX_EXIF_START]:
-            orientation = _orientation(Image.open(io.BytesIO(self._data)))
-        return height, width, JPEG_SPACES[space], orientation
-
-    def _decode_jpeg(self, at_least):
-        _, _, space, orientation = self._jpeg
-        height, width = at_least[::-1] if orientation in TRANSPOSED else at_least
-        factor = 2 if any(at_least) else 1
-        scale = dict(min_height=height, min_width=width, min_factor=factor)
-        try:
-            pixels = simplejpeg.decode_jpeg(self._data, space, **scale)
-        except ValueError:
-            # simplejpeg stops at the first warning. Pillow goes on, but refuses a truncated file.
-            return self._pixels
-        if pixels.shape[-1] != self._channels:
-            pixels = from_pillow(to_pillow(pixels), self._channels)
-        return _turn(pixels, orientation)
+        orientation = _orientation(Image.open(io.BytesIO(self._data))) if has_exif else 1
+        is_truncated = self._data.rfind(END_OF_IMAGE, frame) < 0
+        return JpegHeader(
+            height, width, JPEG_SPACES[space], orientation, frame=0 if is_truncated else frame
+        )
 
     @functools.cached_property
     def _pixels(self) -> np.ndarray:
@@ -144,6 +178,17 @@ def from_pillow(image: Image.Image, channels: int) -> np.ndarray:
     mode = PIL_MODES[channels]
     pixels = np.asarray(image if image.mode == mode else image.convert(mode))
     return pixels.reshape(*pixels.shape[:2], channels)
+
+
+def _find_frame(jpeg):
+    """Returns the offset of the frame header of a JPEG, and whether Exif data precede it."""
+    has_exif = False
+    at = 2
+    while jpeg[at + 1] not in FRAMES:
+        has_exif |= jpeg[at + 4 : at + 10] == b"Exif\0\0"
+        # 255 again is padding.
+        at += 1 if jpeg[at + 1] == 255 else 2 + int.from_bytes(jpeg[at + 2 : at + 4], "big")
+    return at, has_exif
 
 
 def _orientation(image):

@@ -1,9 +1,8 @@
 """Loads the batches of a split as global arrays on the devices, for training and evaluation.
 
 A small split is decoded once and kept in device memory (`DeviceLoader`). Images of a larger one are
-decoded by Grain's threads while the devices train (`HostLoader`). Both return the same batches on
-any number of processes. The order is a function of (seed, position in the stream). It is computed
-here, since Grain's `shuffle` may change between versions.
+decoded by threads while the devices train (`HostLoader`). Both return the same batches on any
+number of processes. The order is a function of (seed, position in the stream).
 """
 
 import abc
@@ -13,7 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -163,23 +162,60 @@ class HostLoader(Loader):
         return len(self.source)
 
     def _batches(self, order, steps, batch_size):
-        def read(position, index):
-            image, label = self.source[max(index, 0)]
-            if self.random_crop is None:
-                pixels = resize_and_center_crop(image.decode(), self.image_size, self.crop_fraction)
-            else:
-                pixels = self.random_crop(image, position, self.image_size)
-            return {"image": pixels, "label": np.int32(label), "mask": np.float32(index >= 0)}
-
         process = (jax.process_index(), jax.process_count())
-        batches = read_batches(read, order, steps, batch_size, *process)
         sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
-        # Copies to the devices are asynchronous and start two batches ahead.
-        placed = (_make_global(batch, sharding) for batch in batches)
-        ahead = collections.deque(itertools.islice(placed, 2))
-        while ahead:
-            yield ahead.popleft()
-            ahead.extend(itertools.islice(placed, 1))
+        batches = self.read_batches(order, steps, batch_size, *process)
+        # Copies to the devices are asynchronous.
+        return _ahead(_make_global(batch, sharding) for batch in batches)
+
+    def read_batches(
+        self,
+        order: Callable[[int, int], np.ndarray],
+        steps: range,
+        batch_size: int,
+        process_index: int,
+        process_count: int,
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Yields the contiguous part of each global batch that belongs to a process.
+
+        Threads read ahead and write their images into the batch. For `order` see `_batches`.
+        """
+        size = batch_size // process_count
+        shape = (size, self.image_size, self.image_size, self.source.info.channels)
+        pool = ThreadPoolExecutor(READ_THREADS)
+        # The threads share even a small batch; a task of more images would save no time.
+        chunk = min(8, math.ceil(size / MAX_THREADS))
+
+        def start(step):
+            first = step * batch_size + process_index * size
+            indices = order(first, first + size)
+            batch = {
+                "image": np.empty(shape, np.uint8),
+                "label": np.empty(size, np.int32),
+                "mask": (indices >= 0).astype(np.float32),
+            }
+            indices = np.maximum(indices, 0)
+            rows = [range(size)[i : i + chunk] for i in range(0, size, chunk)]
+            return batch, [pool.submit(self._fill, batch, r, first, indices) for r in rows]
+
+        try:
+            for batch, tasks in _ahead(map(start, steps)):
+                for task in tasks:
+                    task.result()
+                yield batch
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _fill(self, batch, rows, first, indices):
+        """Reads the examples of some rows of a batch, whose positions count from `first`."""
+        examples = self.source.read(indices[rows.start : rows.stop].tolist())
+        for row, (image, label) in zip(rows, examples, strict=True):
+            batch["image"][row] = (
+                resize_and_center_crop(image.decode(), self.image_size, self.crop_fraction)
+                if self.random_crop is None
+                else self.random_crop(image, first + row, self.image_size)
+            )
+            batch["label"][row] = label
 
 
 class DeviceLoader(Loader):
@@ -254,45 +290,13 @@ def decode_all(
     return images, labels
 
 
-def read_batches(
-    read: Callable[[int, int], dict[str, Any]],
-    order: Callable[[int, int], np.ndarray],
-    steps: range,
-    batch_size: int,
-    process_index: int,
-    process_count: int,
-) -> Iterator[dict[str, np.ndarray]]:
-    """Reads the contiguous part of each global batch that belongs to this process.
-
-    Grain's threads call `read(position, index)`, which returns an example as a dict of arrays. The
-    arrays of a batch are stacked to `[batch_size / process_count, ...]`.
-    """
-    import grain
-
-    size = batch_size // process_count
-
-    @functools.lru_cache(maxsize=8)  # the threads work on a few batches at a time
-    def part(step):
-        start = step * batch_size + process_index * size
-        return start, order(start, start + size)
-
-    # Grain's own time for a batch grows with the square of its elements, so these are chunks.
-    chunk = math.gcd(size, max(1, size // 64))
-
-    def read_chunk(number):
-        step, first = divmod(number * chunk, size)
-        start, indices = part(steps[step])
-        examples = [read(start + i, int(indices[i])) for i in range(first, first + chunk)]
-        return jax.tree.map(lambda *arrays: np.stack(arrays), *examples)
-
-    def join(chunks):
-        return jax.tree.map(lambda *arrays: np.concatenate(arrays), *chunks)
-
-    chunks = grain.MapDataset.range(len(steps) * size // chunk).map(read_chunk)
-    ahead = 2 * size // chunk
-    # Grain warns of threads that have nothing to read.
-    options = grain.ReadOptions(num_threads=min(READ_THREADS, ahead), prefetch_buffer_size=ahead)
-    return iter(chunks.to_iter_dataset(options).batch(size // chunk, batch_fn=join))
+def _ahead(items):
+    """Yields items; each is made two items before it is needed."""
+    items = iter(items)
+    made = collections.deque(itertools.islice(items, 2))
+    while made:
+        made.extend(itertools.islice(items, 1))
+        yield made.popleft()
 
 
 def _make_global(arrays, sharding):

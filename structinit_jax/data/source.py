@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -77,20 +77,24 @@ class ImageSource:
         Raises `BadImageError` if an image file cannot be opened, `InputError` if a label is out of
         range.
         """
-        for index, record in zip(indices, self._fetch(indices), strict=True):
-            yield self._open(index, record), self._known_label(index, record)
+        num_classes = self.info.num_classes
+        for example in self._fetch(indices):
+            if not 0 <= example.label < num_classes:
+                limit = f"label {example.label} is not in [0, {num_classes})"
+                raise InputError(f"{example.place}: {limit}")
+            yield self._open(example), example.label
 
     def map_images(self, function: Callable[[StoredImage], Any]) -> list[Any]:
         """Calls a function with every image, in threads; returns its results in order."""
-        return self._map(lambda index, record: function(self._open(index, record)))
+        return self._map(lambda example: function(self._open(example)))
 
     def labels(self) -> np.ndarray:
         """Returns all labels, int64 [n], which may be out of range; decodes no image."""
-        return np.array(self._map(self._label), np.int64)
+        return np.array(self._map(lambda example: example.label), np.int64)
 
     def num_bytes(self) -> np.ndarray:
         """Returns the size of each image as stored, int64 [n]; opens no file."""
-        return np.array(self._map(self._num_bytes), np.int64)
+        return np.array(self._map(_num_bytes), np.int64)
 
     def select(self, wanted: np.ndarray) -> "ImageSource":
         """Returns the examples that `wanted` selects, bool [n] or indices in ascending order."""
@@ -104,11 +108,11 @@ class ImageSource:
     def split_bad_images(self) -> tuple["ImageSource", list[tuple[int, int]], list[str]]:
         """Returns the good images, their heights and widths, and the problems of the others."""
 
-        def check(index, record):
+        def check(example):
             try:
-                image = self._open(index, record)
+                image = self._open(example)
                 # Decoding at 1/8 size still reads every byte of a JPEG, in a third of the time.
-                image.decode(at_least=(1, 1))
+                image.decode_top(image.size[0], reduction=8.0)
             except BadImageError as error:
                 return None, error.problem
             return image.size, None
@@ -120,95 +124,86 @@ class ImageSource:
 
     def map_blocks(self, function: Callable[[range], Any]) -> list[Any]:
         """Calls a function with ranges that cover all indices, in threads; returns its results."""
+        blocks = [range(len(self))[i : i + READ_BLOCK] for i in range(0, len(self), READ_BLOCK)]
         # More threads than cores would contend for the interpreter lock.
         with ThreadPoolExecutor(min(MAX_THREADS, num_cores())) as pool:
-            return list(pool.map(function, self._blocks()))
+            return list(pool.map(function, blocks))
 
     def _map(self, function):
-        """Calls a function with index and record of every example, in threads."""
-        blocks = self.map_blocks(lambda block: list(map(function, block, self._fetch(block))))
+        """Calls a function with every example, in threads."""
+        blocks = self.map_blocks(lambda block: list(map(function, self._fetch(block))))
         return list(itertools.chain.from_iterable(blocks))
 
-    def _blocks(self):
-        starts = range(0, len(self), READ_BLOCK)
-        return [range(start, min(start + READ_BLOCK, len(self))) for start in starts]
-
     def _fetch(self, indices):
+        """Yields examples; their images may be paths."""
         rows = self.rows[np.asarray(indices, np.int64)].tolist()
         for number, group in itertools.groupby(rows, key=operator.itemgetter(0)):
             part = self.parts[number]
             wanted = [place for _, place in group]
             # One call for many examples is far faster; for one, TFDS would start a thread.
             read_many = len(wanted) > 1 and getattr(part, "__getitems__", None)
-            yield from read_many(wanted) if read_many else map(part.__getitem__, wanted)
+            records = read_many(wanted) if read_many else map(part.__getitem__, wanted)
+            for place, record in zip(wanted, records, strict=True):
+                yield _check_record(f"{self.name}, example {place}", record)
 
-    def _open(self, index, record):
-        image = self._value(index, record, "image", _is_image)
-        name = self._place(index)
+    def _open(self, example):
+        image = example.image
+        name = example.place
         if isinstance(image, str | os.PathLike):
             name += f" ({printable(os.fspath(image))})"
             try:
                 image = read_file(image)
             except OSError as error:
                 raise BadImageError(f"{name}: {error.strerror}") from error
-        elif file_name := record.get("file_name"):
+        elif file_name := example.file_name:
             text = file_name.decode() if isinstance(file_name, bytes) else file_name
             name += f" ({printable(text)})"
         return StoredImage(image, self.info.channels, name)
 
-    def _num_bytes(self, index, record):
-        image = self._value(index, record, "image", _is_image)
-        if isinstance(image, str | os.PathLike):
-            try:
-                return os.stat(image).st_size
-            except OSError:  # which reading the image reports
-                return 0
-        return image.nbytes if isinstance(image, np.ndarray) else len(image)
 
-    def _label(self, index, record):
-        return operator.index(self._value(index, record, "label", _is_label))
+class Example(NamedTuple):
+    """A record of known form."""
 
-    def _known_label(self, index, record):
-        label = self._label(index, record)
-        if not 0 <= label < self.info.num_classes:
-            limit = f"label {label} is not in [0, {self.info.num_classes})"
-            raise InputError(f"{self._place(index)}: {limit}.")
-        return label
-
-    def _value(self, index, record, key, is_right):
-        value = record.get(key) if isinstance(record, Mapping) else None
-        if not is_right(value):
-            raise InputError(
-                f'{self._place(index)}: "{key}" is {_describe(value)}, in a record'
-                f' {_describe(record)}. A record is a dict with an "image" (encoded bytes, the path'
-                ' of a file, or uint8 pixels [h, w] or [h, w, 1 or 3]) and a "label" (an integer)'
-            )
-        return value
-
-    def _place(self, index):
-        return f"{self.name}, example {self.rows[index, 1]}"
+    place: str  # in messages
+    image: bytes | np.ndarray | str | os.PathLike
+    label: int
+    file_name: str | bytes | None
 
 
-def _is_image(value):
-    if isinstance(value, np.ndarray):
-        return value.dtype == np.uint8 and value.ndim > 1 and value.shape[2:] in ((), (1,), (3,))
-    return isinstance(value, bytes | str | os.PathLike)
-
-
-def _is_label(value):
+def _check_record(place, record):
+    """Returns a record as an `Example`, or raises `InputError`."""
     try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return True
+        image = record["image"]
+        label = operator.index(record["label"])
+        is_right = isinstance(image, bytes | str | os.PathLike) or (
+            image.dtype == np.uint8 and image.ndim > 1 and image.shape[2:] in ((), (1,), (3,))
+        )
+    except (LookupError, TypeError, AttributeError):
+        is_right = False
+    if not is_right:
+        raise InputError(
+            f'{place}: {_describe(record)} must be a dict with an "image" (encoded bytes, the path'
+            ' of a file, or uint8 pixels [h, w] or [h, w, 1 or 3]) and a "label" (an integer)'
+        )
+    return Example(place, image, label, record.get("file_name"))
 
 
 def _describe(value):
-    if isinstance(value, np.ndarray):
-        return f"an array of {value.dtype} {list(value.shape)}"
     if isinstance(value, Mapping):
-        return f"with the keys {list(value)}"
-    return "missing" if value is None else f"of type {type(value).__name__}"
+        return f"{{{', '.join(f'{key!r}: {_describe(x)}' for key, x in value.items())}}}"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {list(value.shape)}"
+    return type(value).__name__
+
+
+def _num_bytes(example):
+    image = example.image
+    if isinstance(image, str | os.PathLike):
+        try:
+            return os.stat(image).st_size
+        except OSError:  # which reading the image reports
+            return 0
+    return image.nbytes if isinstance(image, np.ndarray) else len(image)
 
 
 def read_file(path: str | os.PathLike) -> bytes:
@@ -249,19 +244,16 @@ class Dataset:
         names = [str(class_name) for class_name in class_names]
         return cls(name, DatasetInfo(len(names), channels, sizes), names, splits.__getitem__)
 
-    def split(
-        self, spec: str, field: str = "data.train_split", on_bad_image: str = "stop"
-    ) -> ImageSource:
+    def split(self, spec: str, on_bad_image: str = "stop") -> ImageSource:
         """Opens a split in TFDS syntax, for example `train[:2000]`.
 
         With `on_bad_image='stop'`, reading an image that cannot be decoded raises `BadImageError`.
         'skip' decodes every image once now (1 to 3 ms per image and core), reports the bad ones and
         leaves them out, so that all processes and restarts number the examples alike.
 
-        Raises `InputError` if there is no such split, or no good image in it; the message names
-        `field`, the config field that holds `spec`.
+        Raises `InputError` if there is no such split, or no good image in it.
         """
-        terms = parse_split(spec, self.info, field)
+        terms = parse_split(spec, self.info)
         parts = [self.open_split(split) for split, _ in terms]
         numbers = np.repeat(np.arange(len(terms)), [len(indices) for _, indices in terms])
         indices = [np.arange(part.start, part.stop) for _, part in terms]
@@ -271,31 +263,27 @@ class Dataset:
             return source
         good, _, problems = source.split_bad_images()
         if problems:
-            counts = f"{len(problems):,} bad images of {len(rows):,}"
+            counts = f"{len(problems):,} bad images of {len(source):,}"
             shown = problems[:10] + (["…"] if len(problems) > 10 else [])
-            print(f"config.{field}={spec!r}: left out {counts}:", *shown, sep="\n  ", flush=True)
+            print(f"{source.name}: left out {counts}:", *shown, sep="\n  ", flush=True)
         if not len(good):
-            raise InputError(
-                f"config.{field}={spec!r}: none of its {len(rows):,} images can be decoded."
-            )
+            raise InputError(f"split={spec!r}: none of its {len(source):,} images can be decoded")
         return good
 
 
-def parse_split(spec: str, info: DatasetInfo, field: str) -> list[tuple[str, range]]:
+def parse_split(spec: str, info: DatasetInfo) -> list[tuple[str, range]]:
     """Parses a split in TFDS syntax, for example `train[10%:]` or `train[:2000]+test`.
 
     Returns the name of a split and the indices in it, for each term of the sum. Percentages are
     rounded as TFDS rounds them. TFDS's slices in shards are not supported, because the number of
-    shards depends on who prepared the set.
-
-    Raises `InputError` if `spec`, which the config field `field` holds, is malformed, empty or
+    shards depends on who prepared the set. Raises `InputError` if `spec` is malformed, empty or
     names an unknown split.
     """
 
     def problem(reason):
         splits = ", ".join(f"{split!r} ({n:,})" for split, n in info.num_examples.items())
         return InputError(
-            f"config.{field}={spec!r}: {reason}. The splits are {splits}; a part of one is written"
+            f"split={spec!r}: {reason}. The splits are {splits}; a part of one is written"
             " like 'train[:100]' or 'train[90%:]', and a sum like 'train+test'."
         )
 
@@ -310,11 +298,10 @@ def parse_split(spec: str, info: DatasetInfo, field: str) -> list[tuple[str, ran
 
     parts = []
     for term in info.num_examples if spec == "all" else spec.split("+"):
-        if not (match := SPLIT.fullmatch(term.strip())):
+        match = SPLIT.fullmatch(term.strip())
+        if not match or match[1] not in info.num_examples:
             raise problem(f"{term!r} is not a split or a part of one")
         split, start, stop = match.groups()
-        if split not in info.num_examples:
-            raise problem(f"there is no split {split!r}")
         size = info.num_examples[split]
         parts.append((split, range(position(start, size, 0), position(stop, size, size))))
     if not any(part for _, part in parts):
@@ -322,16 +309,16 @@ def parse_split(spec: str, info: DatasetInfo, field: str) -> list[tuple[str, ran
     return parts
 
 
-def split_size(spec: str, info: DatasetInfo, field: str) -> int:
+def split_size(spec: str, info: DatasetInfo) -> int:
     """Returns the number of examples in a split; for arguments and errors see `parse_split`."""
-    return sum(len(part) for _, part in parse_split(spec, info, field))
+    return sum(len(part) for _, part in parse_split(spec, info))
 
 
 def count_common(first: str, second: str, info: DatasetInfo) -> int:
     """Returns how many examples are in both of two splits, written in TFDS syntax."""
 
     def members(spec, split):
-        parts = parse_split(spec, info, "data")
+        parts = parse_split(spec, info)
         return set().union(*(part for name, part in parts if name == split))
 
     return sum(len(members(first, split) & members(second, split)) for split in info.num_examples)
@@ -339,12 +326,11 @@ def count_common(first: str, second: str, info: DatasetInfo) -> int:
 
 def check_classes(info: DatasetInfo, num_classes: int) -> None:
     """Raises an `InputError` if a model's outputs do not fit the data set."""
-    if num_classes != info.num_classes:
-        raise InputError(
-            f"config.model.num_classes={num_classes}: the data set has {info.num_classes} classes."
-            f" Pass --config.model.num_classes={info.num_classes}; to evaluate a folder, give it a"
-            " subfolder for each class, which may be empty."
-        )
+    needs = (
+        f"{info.num_classes}, the number of classes in the data set; to evaluate a folder, give it"
+        " a subfolder for each class, which may be empty"
+    )
+    require("num_classes", num_classes, needs, lambda x: x == info.num_classes)
 
 
 def digest(source: ImageSource, class_names: Sequence[str]) -> str:

@@ -26,21 +26,22 @@ VARIANTS = {
 
 
 def default_config(name: str) -> dict[str, Any]:
-    """Returns every field of `config.model`, and the `image_size` that belongs in `config.data`.
+    """Returns the options of `create_model` for a model, with every field at its default.
 
     The name is a family such as 'vit', a variant such as 'vit_tiny_patch16_224', or your own class
     as 'module:Class' (see `model.Model`). Raises `InputError` for other names.
     """
     family, changes = VARIANTS.get(name, (name, {}))
-    model = find(family, FAMILIES | VARIANTS, "model.name")
+    model = find(family, FAMILIES | VARIANTS, "name")
     return {"name": family} | model.default_config() | changes
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
-    """Raises `InputError` unless `config.model` has valid fields of its family."""
-    family = FAMILIES.get(fields["name"])
-    if family is not None:  # a class of your own checks its fields itself
-        family.Config.from_fields({k: v for k, v in fields.items() if k != "name"})
+    """Raises `InputError` unless these are a name and valid fields of its family."""
+    fields = dict(fields)
+    model = find(fields.pop("name"), FAMILIES, "name")
+    if hasattr(model, "Config"):  # a class of your own may check its fields itself
+        model.Config.from_fields(fields)
 
 
 def create_model(
@@ -51,7 +52,7 @@ def create_model(
     `model.initialize_attention(scheme, rng)` then writes a scheme's values into the model.
 
     Args:
-      options: The section `config.model`: the `name` of the family and fields of its `Config`.
+      options: The `name` of the family and fields of its `Config`.
       image_size: Height and width of the images in pixels. None takes the options' `image_size`.
       channels: Number of channels of the images.
       rngs: Random streams.
@@ -60,8 +61,7 @@ def create_model(
       InputError: The model is unknown, or its sizes do not fit each other.
     """
     options = dict(options)
-    name = options.pop("name")
-    model = find(name, FAMILIES, "model.name")
+    model = find(options.pop("name"), FAMILIES, "name")
     if image_size is not None:
         options["image_size"] = image_size
     return model(**options, channels=channels, rngs=rngs)

@@ -10,10 +10,12 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import ConvSite, ConvWeights
-from structinit_jax.errors import InputError, PositiveInt
+from structinit_jax.errors import PositiveInt
 from structinit_jax.models import layers
 from structinit_jax.models.layers import Rng
 from structinit_jax.models.model import Model, ModelConfig, make_stack, run_stack, token_grid
+
+_IMAGENET = dict(image_size=224, depth=20, kernel_size=9)
 
 
 class FixedWeight(nnx.Variable):
@@ -47,21 +49,17 @@ class ConvMixer(Model):
     # timm's names, and the 2024 paper's CIFAR-10 models (table 4; also with kernel sizes 3 and 8).
     # Depth 6 for width 512 is the program's; the paper's text says 8.
     VARIANTS: ClassVar = {
-        "convmixer_1024_20_ks9_p14": dict(
-            image_size=224, patch_size=14, width=1024, depth=20, kernel_size=9
-        ),
-        "convmixer_1536_20": dict(
-            image_size=224, patch_size=7, width=1536, depth=20, kernel_size=9
-        ),
-        "convmixer_256_8": dict(image_size=32, patch_size=2, width=256, depth=8, kernel_size=5),
-        "convmixer_512_6": dict(image_size=32, patch_size=2, width=512, depth=6, kernel_size=5),
-        "convmixer_512_8": dict(image_size=32, patch_size=2, width=512, depth=8, kernel_size=5),
+        "convmixer_1024_20_ks9_p14": _IMAGENET | dict(patch_size=14, width=1024),
+        "convmixer_1536_20": _IMAGENET | dict(patch_size=7, width=1536),
+        "convmixer_256_8": dict(width=256, depth=8),
+        "convmixer_512_6": dict(width=512, depth=6),
+        "convmixer_512_8": dict(width=512, depth=8),
     }
 
     def _make_layers(self, channels: int, rngs: nnx.Rngs) -> None:
         config = self.config
         width = config.width
-        self.grid = token_grid(config.image_size, config.patch_size)
+        token_grid(config.image_size, config.patch_size)  # only to raise if patches do not fit
         options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
         self.patch_embedding = layers.PatchEmbedding(config.patch_size, channels, width, **options)
         self.stem_norm = BatchNorm(width)
@@ -79,22 +77,15 @@ class ConvMixer(Model):
     ) -> tuple[Float[Array, "B classes"], dict[str, Any]]:
         """Returns logits and intermediates; in training, updates the running statistics.
 
-        See `Model.__call__`; `with_maps` must be False. The intermediates are
+        See `Model.__call__`; there are no attention maps. The intermediates are
         'stem' [B, rows, cols, D]; 'blocks' with 'spatial', 'output' [L, B, rows, cols, D];
         'pooled' [B, D].
         """
-        if with_maps:
-            raise InputError("with_maps=True: config.model.name='convmixer' has no attention maps")
         config = self.config
         stem = layers.gelu(self.patch_embedding(images))
         stem = self.stem_norm(stem, training=rng is not None)
-        x, blocks = run_stack(
-            self.blocks,
-            stem,
-            config=config,
-            drop_path_rates=np.linspace(0, config.drop_path, config.depth, dtype=np.float32),
-            rng=rng,
-        )
+        rates = np.linspace(0, config.drop_path, config.depth, dtype=np.float32)
+        x, blocks = run_stack(self.blocks, stem, config=config, drop_path_rates=rates, rng=rng)
         pooled = x.astype(jnp.float32).mean(axis=(1, 2))
         return self.head(pooled), dict(stem=stem, blocks=blocks, pooled=pooled)
 
@@ -172,7 +163,8 @@ def _convolve(x, kernel):
 
 
 def _add_shifted(x, kernel):
-    size, (rows, cols) = len(kernel), x.shape[1:3]
+    size = len(kernel)
+    rows, cols = x.shape[1:3]
     pad = ((size - 1) // 2, size // 2)
     padded = jnp.pad(x.astype(jnp.float32), ((0, 0), pad, pad, (0, 0)))
     weights = kernel.astype(jnp.float32)[:, :, None, None, None]

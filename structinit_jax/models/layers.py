@@ -110,35 +110,30 @@ class PatchEmbedding(nnx.Module):
         self.bias = nnx.Param(init(rngs.params(), (width,)))
         self.dtype = dtype
 
-    def __call__(self, images: Float[Array, "B H W C"]) -> Float[Array, "B rows cols D"]:
-        """Returns one token per patch; raises `InputError` unless patches fill the images."""
-        p = self.kernel.shape[0]
+    def __call__(
+        self, images: Float[Array, "B H W C"], grid: tuple[int, int] | None = None
+    ) -> Float[Array, "B rows cols D"]:
+        """Returns one token per patch.
+
+        Raises `InputError` for images with other channels, or with another grid if that is given.
+        """
+        p, _, model_channels, _ = self.kernel.shape
         batch, height, width, channels = images.shape
-        # The product would broadcast a single channel of the kernel.
-        if height % p or width % p or channels != self.kernel.shape[2]:
+        rows, cols = grid or (height // p, width // p)
+        # The product would broadcast a single channel of the kernel, and positions fit any grid
+        # with as many tokens.
+        if (height, width, channels) != (rows * p, cols * p, model_channels):
             raise InputError(
-                f"images have shape {images.shape}, but the model needs "
-                f"[B, H, W, {self.kernel.shape[2]}] with H and W divisible by its patch size {p}"
+                f"images have shape {images.shape}, but the model was built for patches of size "
+                f"{p}, {rows} down and {cols} across, and {model_channels} channels"
             )
         # In two steps, as a batch that is split over an explicit mesh needs it.
-        patches = images.reshape(batch, height // p, p, width, channels)
-        patches = patches.reshape(batch, height // p, p, width // p, p, channels)
+        patches = images.reshape(batch, rows, p, width, channels)
+        patches = patches.reshape(batch, rows, p, cols, p, channels)
         kernel = self.kernel[...].astype(self.dtype)
         bias = self.bias[...].astype(self.dtype)
         tokens = jnp.einsum("brpcqi,pqid->brcd", patches.astype(self.dtype), kernel)
         return tokens + bias[None, None, None, :]
-
-    def embed(
-        self, images: Float[Array, "B H W C"], grid: tuple[int, int]
-    ) -> Float[Array, "B N D"]:
-        """Returns the tokens row by row; raises `InputError` for images of another grid."""
-        tokens = self(images)
-        if tokens.shape[1:3] != grid:
-            raise InputError(
-                f"images have {tokens.shape[1]}x{tokens.shape[2]} patches, but the model was built "
-                f"for {grid[0]}x{grid[1]}, which config.data.image_size determines"
-            )
-        return tokens.reshape(tokens.shape[0], -1, tokens.shape[-1])
 
 
 class Mlp(nnx.Module):
@@ -158,8 +153,8 @@ class Mlp(nnx.Module):
 class PreNormBlock(nnx.Module):
     """A residual block: x + mix(norm1(x)), then x + mlp(norm2(x)).
 
-    A subclass creates `norm1`, `norm2` and `mlp`, and defines `mix(x, *, with_maps, **options)`,
-    which returns the mixed tokens and a dict of further intermediates such as maps.
+    A subclass creates `norm1`, `norm2` and `mlp`, and defines `mix(x, **mix_options)`, which
+    returns the mixed tokens and a dict of further intermediates such as maps.
     """
 
     mix_name: ClassVar[str]  # of the output of `mix` among the block's intermediates
@@ -172,12 +167,11 @@ class PreNormBlock(nnx.Module):
         *,
         drop_path_rate: Float[Array, ""] | None,
         rng: Rng = None,
-        with_maps: bool = False,
         **mix_options,
     ) -> tuple[Float[Array, "B *grid D"], dict[str, Array]]:
         """Returns the block's output and its intermediates by name."""
         mix_rng, mlp_rng = (None, None) if rng is None else jax.random.split(rng)
-        mixed, maps = self.mix(self.norm1(x), with_maps=with_maps, **mix_options)
+        mixed, maps = self.mix(self.norm1(x), **mix_options)
         mixed = _scale_channels(mixed, self.scale1)
         x = checkpoint_name(x + drop_path(mixed, drop_path_rate, mix_rng), RESIDUAL)
         hidden = _scale_channels(self.mlp(self.norm2(x)), self.scale2)

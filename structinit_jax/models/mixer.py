@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import TokenMixingSite, TokenMixingWeights
-from structinit_jax.errors import InputError, PositiveFloat, PositiveInt
+from structinit_jax.errors import PositiveFloat, PositiveInt
 from structinit_jax.models import layers
 from structinit_jax.models.layers import Rng
 from structinit_jax.models.model import Model, ModelConfig, make_stack, run_stack, token_grid
@@ -52,14 +52,12 @@ class MlpMixer(Model):
         if config.base_init == "timm":
             head_init = dict(kernel_init=nnx.initializers.zeros)
             kernel = self.patch_embedding.kernel
-            bias = self.patch_embedding.bias
             kernel[...] = nnx.initializers.lecun_normal()(rngs.params(), kernel.shape)
-            bias[...] = jnp.zeros(bias.shape)
+            self.patch_embedding.bias[...] = jnp.zeros(width)
 
         num_tokens = self.grid[0] * self.grid[1]
-        self.blocks = make_stack(
-            MixerBlock, config.depth, config=config, num_tokens=num_tokens, rngs=rngs
-        )
+        sizes = dict(config=config, num_tokens=num_tokens)
+        self.blocks = make_stack(MixerBlock, config.depth, **sizes, rngs=rngs)
         self.norm = layers.layer_norm(width, **options)
         self.head = nnx.Linear(width, config.num_classes, **head_init, rngs=rngs)
 
@@ -71,23 +69,15 @@ class MlpMixer(Model):
     def __call__(
         self, images: Float[Array, "B H W C"], *, rng: Rng = None, with_maps: bool = False
     ) -> tuple[Float[Array, "B classes"], dict[str, Any]]:
-        """Returns logits and intermediates.
+        """Returns logits and intermediates; see `Model.__call__`. There are no attention maps.
 
-        See `Model.__call__`; `with_maps` must be False. The intermediates are 'patch_embedding'
-        [B, N, D]; 'blocks' with 'token_mixing', 'mlp', 'output' [L, B, N, D]; 'pooled' [B, D] after
-        the norm.
+        The intermediates are 'patch_embedding' [B, N, D]; 'blocks' with 'token_mixing', 'mlp',
+        'output' [L, B, N, D]; 'pooled' [B, D] after the norm.
         """
-        if with_maps:
-            raise InputError("with_maps=True: config.model.name='mixer' has no attention maps")
         config = self.config
-        patches = self.patch_embedding.embed(images, self.grid)
-        x, blocks = run_stack(
-            self.blocks,
-            patches,
-            config=config,
-            drop_path_rates=np.full((config.depth,), config.drop_path, np.float32),
-            rng=rng,
-        )
+        patches = self.patch_embedding(images, self.grid).reshape(images.shape[0], -1, config.width)
+        rates = np.full(config.depth, config.drop_path, np.float32)
+        x, blocks = run_stack(self.blocks, patches, config=config, drop_path_rates=rates, rng=rng)
         pooled = self.norm(x).mean(axis=1)
         out = dict(patch_embedding=patches, blocks=blocks, pooled=pooled)
         return self.head(pooled.astype(jnp.float32)), out
@@ -108,9 +98,8 @@ class MixerBlock(layers.PreNormBlock):
         self.norm2 = layers.layer_norm(width, **options)
         self.mlp = layers.Mlp(width, int(width * config.mlp_ratio), **mlp_options)
 
-    def mix(self, x, *, with_maps):
+    def mix(self, x):
         """Applies the token-mixing MLP to [B, N, D]."""
-        del with_maps
         return jnp.swapaxes(self.token_mlp(jnp.swapaxes(x, 1, 2)), 1, 2), {}
 
     def set_weights(self, weights: TokenMixingWeights) -> None:

@@ -22,13 +22,7 @@ from structinit_jax.attention_init import (
     Weights,
 )
 from structinit_jax.attention_init.sites import check_shape
-from structinit_jax.errors import (
-    Fraction,
-    InputError,
-    PositiveInt,
-    check_fields,
-    is_count,
-)
+from structinit_jax.errors import Fraction, InputError, PositiveInt, check_fields
 from structinit_jax.models.layers import RESIDUAL, Rng, set_weight
 
 
@@ -56,9 +50,9 @@ REMAT_POLICIES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Fields that every family has: the section `config.model`, and the image size."""
+    """Fields that every family has. In a run's config, `image_size` is in the section `data`."""
 
-    image_size: int | tuple[int, int] = 224  # in pixels, or (height, width); from `config.data`
+    image_size: PositiveInt | tuple[PositiveInt, ...] = 224  # in pixels, or (height, width)
     num_classes: PositiveInt = 1000
     patch_size: PositiveInt = 16  # side of a patch in pixels
     width: PositiveInt = 192  # D, the number of channels
@@ -73,16 +67,16 @@ class ModelConfig:
     def from_fields(cls, fields: Mapping[str, Any]) -> "ModelConfig":
         """Returns the config with these fields; raises `InputError` for an invalid one."""
         fields = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}  # of JSON
-        check_fields(cls, fields | {"image_size": 1}, "config.model.")
-        image_sides(fields.get("image_size", 1))  # its message names config.data.image_size
+        check_fields(cls, fields, "")
         return cls(**fields)
 
 
 class Model(nnx.Module):
     """Base class of the model families.
 
-    A family defines `Config`, `_make_layers`, `sites` and `__call__`. A class of your own may
-    instead define a constructor and a static method `default_config`, in place of the first two.
+    A family defines `Config`, `_make_layers(channels, rngs)`, which creates the layers that
+    `self.config` describes, `sites` and `__call__`. A class of your own may instead define a
+    constructor and a static method `default_config`, in place of the first two.
 
     Args:
       channels: Number of channels of the images.
@@ -112,21 +106,17 @@ class Model(nnx.Module):
 
     @classmethod
     def default_config(cls) -> dict[str, Any]:
-        """Returns the fields of `config.model`, among them `num_classes`, and an `image_size`."""
+        """Returns the fields of a model, among them `num_classes` and `image_size`."""
         return {field.name: field.default for field in dataclasses.fields(cls.Config)}
 
-    def _make_layers(self, channels: int, rngs: nnx.Rngs) -> None:
-        """Creates the layers that `self.config` describes."""
-        raise NotImplementedError
-
     def sites(self) -> dict[str, Site]:
-        """Returns a site for each stack, by the attribute that holds the stack.
+        """Returns a site for each stack that a scheme initializes, by the stack's attribute.
 
         The stack has a method `set_weights` that takes what a scheme returns for the site. Trained
         positions are the model's `positions`, class token first; a scheme may also set its
         `patch_embedding`.
         """
-        raise NotImplementedError
+        return {}
 
     def __call__(
         self, images: Float[Array, "B H W C"], *, rng: Rng = None, with_maps: bool = False
@@ -165,8 +155,7 @@ class Model(nnx.Module):
         name. Raises `InputError` if the scheme does not fit the model.
         """
         sites = self.sites()
-        # Models with stages split the key even if there is a single one.
-        rngs = [rng] if list(sites) == ["blocks"] else jax.random.split(rng, len(sites))
+        rngs = [rng] if len(sites) == 1 else jax.random.split(rng, len(sites))
         stacks = zip(sites.items(), rngs, strict=True)
         weights = {name: scheme(stack_rng, site) for (name, site), stack_rng in stacks}
         for name, of_stack in weights.items():
@@ -185,7 +174,7 @@ class Model(nnx.Module):
         if not getattr(site, "positions_trainable", False):
             raise InputError(
                 "the scheme sets the position encoding, but this model has no trainable one: use a "
-                "ViT with config.model.positions='learned'"
+                "ViT with positions='learned'"
             )
         if positions is not None:
             check_shape("positions", positions, (site.num_tokens, site.width))
@@ -271,25 +260,14 @@ def run_stack(
 
 
 def image_sides(image_size: int | Sequence[int]) -> tuple[int, int]:
-    """Returns (height, width) of an image size, where a single number is both.
-
-    Raises `InputError` unless they are positive whole numbers.
-    """
-    sides = (image_size,) * 2 if np.ndim(image_size) == 0 else tuple(image_size)
-    if len(sides) != 2 or not all(map(is_count, sides)):
-        raise InputError(
-            f"config.data.image_size={image_size!r} must be a positive whole number, or a pair of "
-            "them: height and width"
-        )
-    return sides
+    """Returns (height, width) of an image size, where a single number is both."""
+    height, width = (image_size,) * 2 if np.ndim(image_size) == 0 else image_size
+    return height, width
 
 
 def token_grid(image_size: int | Sequence[int], patch_size: int) -> tuple[int, int]:
     """Returns (rows, cols) of the patches; raises `InputError` if they do not fill the image."""
     height, width = image_sides(image_size)
     if height % patch_size or width % patch_size:
-        raise InputError(
-            f"config.data.image_size={image_size} is not divisible by "
-            f"config.model.patch_size={patch_size}: change one of them"
-        )
+        raise InputError(f"image_size={image_size} is not divisible by patch_size={patch_size}")
     return height // patch_size, width // patch_size

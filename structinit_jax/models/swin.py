@@ -56,31 +56,23 @@ class SwinTransformer(Model):
 
     def _make_layers(self, channels: int, rngs: nnx.Rngs) -> None:
         config = self.config
-        self.image_size = image_sides(config.image_size)
         if len(config.depths) != len(config.num_heads):
             raise InputError(
-                f"config.model.depths={config.depths} and config.model.num_heads="
-                f"{config.num_heads} must have one number for each stage"
+                f"depths={config.depths} and num_heads={config.num_heads} must have one number for "
+                "each stage"
             )
         width = config.width
         options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
         self.patch_embedding = layers.PatchEmbedding(config.patch_size, channels, width, **options)
         self.patch_norm = layers.layer_norm(width, epsilon=EPSILON, **options)
-        grid = tuple(side // config.patch_size for side in self.image_size)
+        self.grid = tuple(side // config.patch_size for side in image_sides(config.image_size))
+        grid = self.grid
         for i, (depth, num_heads) in enumerate(zip(config.depths, config.num_heads, strict=True)):
             if i:
                 grid = tuple(-(-side // 2) for side in grid)
                 width = 2 * width
-            stage = SwinStage(
-                config,
-                width=width,
-                num_heads=num_heads,
-                depth=depth,
-                grid=grid,
-                merge=i > 0,
-                rngs=rngs,
-            )
-            setattr(self, f"stage{i + 1}", stage)
+            sizes = dict(width=width, num_heads=num_heads, depth=depth, grid=grid)
+            setattr(self, f"stage{i + 1}", SwinStage(config, **sizes, merge=i > 0, rngs=rngs))
         self.norm = layers.layer_norm(width, epsilon=EPSILON, **options)
         head_init = layers.BASE_INITS[config.base_init](width)
         self.head = nnx.Linear(width, config.num_classes, **head_init, rngs=rngs)
@@ -109,27 +101,18 @@ class SwinTransformer(Model):
         'output' [L, B, r, c, E] and 'attention_maps' [L, B, W, h, n, n] of the W windows of the
         shifted and padded grid; 'pooled' [B, E] after the norm.
         """
-        if images.shape[1:3] != self.image_size:
-            raise InputError(
-                f"images have {images.shape[1:3]} pixels, but the model was built for "
-                f"config.data.image_size={self.image_size}, which determines windows and shifts"
-            )
         config = self.config
         rates = np.linspace(0, config.drop_path, sum(config.depths), dtype=np.float32)
         rates = np.split(rates, np.cumsum(config.depths)[:-1])
         stages = self.stages
         rngs = [None] * len(stages) if rng is None else jax.random.split(rng, len(stages))
-        height, width = (side - side % config.patch_size for side in self.image_size)
-        x = embedded = self.patch_norm(self.patch_embedding(images[:, :height, :width]))
+        height, width = (side - side % config.patch_size for side in images.shape[1:3])
+        embedded = self.patch_norm(self.patch_embedding(images[:, :height, :width], self.grid))
+        x = embedded
         outs = []
         for stage, stage_rates, stage_rng in zip(stages, rates, rngs, strict=True):
-            x, out = stage(
-                x,
-                drop_path_rates=stage_rates,
-                rng=stage_rng,
-                config=config,
-                with_maps=with_maps,
-            )
+            options = dict(config=config, with_maps=with_maps)
+            x, out = stage(x, drop_path_rates=stage_rates, rng=stage_rng, **options)
             outs.append(out)
         pooled = self.norm(x).mean(axis=(1, 2))
         out = dict(patch_embedding=embedded, stages=tuple(outs), pooled=pooled)
@@ -170,7 +153,8 @@ class SwinStage(nnx.Module):
         """Returns the output and the intermediates. For `run_options` see `run_stack`."""
         out = {}
         if self.merging is not None:
-            x = out["merged"] = self.merging(x)
+            x = self.merging(x)
+            out["merged"] = x
         shifts = (UNSHIFTED,) if self.shift == UNSHIFTED else (UNSHIFTED, self.shift)
         cycle = tuple({"shift": shift} for shift in shifts)
         x, out["blocks"] = run_stack(self.blocks, x, cycle=cycle, **run_options)
@@ -208,7 +192,7 @@ class SwinBlock(Block):
         super().__init__(config, position_bias_rows=rows, epsilon=EPSILON, **sizes)
         self.window = window
 
-    def mix(self, x, *, shift, with_maps):
+    def mix(self, x, *, shift, with_maps=False):
         """Attends within the windows of the grid [B, rows, cols, D], cyclically shifted."""
         batch, *grid, _ = x.shape
         x = jnp.roll(x, (-shift[0], -shift[1]), axis=(1, 2))
@@ -241,7 +225,9 @@ def unpartition(
     windows: Float[Array, "BW n D"], window: Sides, grid: Sides
 ) -> Float[Array, "B rows cols D"]:
     """Inverts `partition` and removes the padding."""
-    (rows, cols), (r, c), width = grid, window, windows.shape[-1]
+    rows, cols = grid
+    r, c = window
+    width = windows.shape[-1]
     down = -(-rows // r)
     across = -(-cols // c)
     x = windows.reshape(-1, down, across, r, c, width).swapaxes(2, 3)

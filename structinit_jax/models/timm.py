@@ -6,7 +6,7 @@ our arrays on the right. Our arrays have a leading axis for the layers that timm
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,10 +24,8 @@ from structinit_jax.models.swin import SwinTransformer
 from structinit_jax.models.vit import VisionTransformer, resample_positions
 
 StateDict = Mapping[str, Any]  # of NumPy or JAX arrays or torch tensors
-HEADS = ("head", "head_dist", "classifier")
 # Functions of the sizes, in Swin weights of older versions of timm.
 BUFFERS = ("attn.relative_position_index", "attn_mask")
-UNSUPPORTED = re.compile(r"reg_token|\.[qk]_norm\.")  # parts of timm's ViT that ours lacks
 # Axes along which teacher and student must have equal sizes: places in a patch, window or image.
 PLACES = {
     "pos_embed": slice(1, 2),
@@ -60,13 +58,12 @@ def from_timm(model: nnx.Module, state_dict: StateDict) -> None:
     """
     old = _arrays_by_path(model)
     ours = {path: np.array(array) for path, array in old.items()}
-    remaining = _read_names(state_dict)
-    for entry in _timm_entries(model):
-        if entry.name not in remaining:
-            raise InputError(
-                f"state_dict has no {entry.name!r}: is it of the same architecture and depth?"
-            )
-        tensor = np.asarray(remaining.pop(entry.name))
+    weights = _read_names(state_dict)
+    entries = list(_timm_entries(model))
+    names = {entry.name for entry in entries}
+    _check_names(missing=names - weights.keys(), unexpected=weights.keys() - names)
+    for entry in entries:
+        tensor = np.asarray(weights[entry.name])
         if entry.paths:
             check_array("state_dict", entry.name, tensor)
         targets = entry.arrays(ours)
@@ -74,13 +71,11 @@ def from_timm(model: nnx.Module, state_dict: StateDict) -> None:
         if tensor.shape != entry.shape(shapes):
             raise InputError(
                 f"state_dict[{entry.name!r}] has shape {tensor.shape}, but the model needs "
-                f"{entry.shape(shapes)}: create the model for these weights, or use select_weights "
-                "(config.start_from), which keeps the model's head and resamples the positions"
+                f"{entry.shape(shapes)}: create the model for these weights, or use "
+                "select_weights, which keeps the model's head and resamples the positions"
             )
         for target, value in zip(targets, entry.decode(tensor, shapes), strict=True):
             target[...] = value
-    if remaining:
-        raise InputError(f"the model has no place for: {', '.join(sorted(remaining))}")
     new = {path: like(array, old[path]) for path, array in ours.items()}
     state = nnx.state(model)
     nnx.replace_by_pure_dict(state, traverse_util.unflatten_dict(new, sep="/"))
@@ -89,14 +84,18 @@ def from_timm(model: nnx.Module, state_dict: StateDict) -> None:
 
 def _read_names(state_dict: StateDict) -> dict[str, Any]:
     """Returns the weights by timm's names, without buffers and the prefixes of wrappers."""
-    weights = {unwrapped(k): as_array(v) for k, v in state_dict.items() if not k.endswith(BUFFERS)}
-    for name in weights:
-        if UNSUPPORTED.search(name):
+    return {unwrapped(k): as_array(v) for k, v in state_dict.items() if not k.endswith(BUFFERS)}
+
+
+def _check_names(missing: Collection[str], unexpected: Collection[str]) -> None:
+    """Raises `InputError` if there are names that only the model or only a state dict has."""
+    problems = {"state_dict has no": missing, "the model has no place for": unexpected}
+    for problem, names in problems.items():
+        if names:
             raise InputError(
-                f"{name} cannot be converted: our ViT has no register tokens and no norms of "
-                "queries and keys"
+                f"{problem} {', '.join(sorted(names)[:5])}: use weights of the same family, pool "
+                "and depth; select_weights takes those of a deeper model too"
             )
-    return weights
 
 
 # -- the entries of every family -------------------------------------------------------------------
@@ -131,26 +130,28 @@ def _vit_entries(model: VisionTransformer) -> Iterator[Entry]:
 
 def _fixed_positions(model: VisionTransformer) -> Entry:
     """Maps the sin-cos encoding, which timm stores as a weight and our model computes."""
+    num_prefix = model.config.num_prefix
 
     def encoding(grid, width):
-        return np.pad(sincos_positions(grid, width), ((model.config.num_prefix, 0), (0, 0)))[None]
+        return np.pad(sincos_positions(grid, width), ((num_prefix, 0), (0, 0)))[None]
 
     def decode(tensor, shapes):
-        rounding = jnp.finfo(tensor.dtype).eps  # weights may be stored in half precision
         *_, num_tokens, width = tensor.shape
-        side = math.isqrt(max(num_tokens - model.config.num_prefix, 0))
+        side = math.isqrt(max(num_tokens - num_prefix, 0))
+        rounding = jnp.finfo(tensor.dtype).eps  # weights may be stored in half precision
         for grid in (model.grid, (side, side)):  # the weights may be of another image size
             expected = encoding(grid, width)
-            if tensor.shape != expected.shape:
-                continue
-            if np.allclose(tensor.astype(np.float32), expected, atol=max(1e-5, rounding)):
+            close = dict(atol=max(1e-5, rounding))
+            if tensor.shape == expected.shape and np.allclose(
+                np.float32(tensor), expected, **close
+            ):
                 return []
         raise InputError(
             "state_dict['pos_embed'] is not the sin-cos encoding of a grid: load it into a model "
             "with positions='learned'"
         )
 
-    return Entry("pos_embed", (), lambda: encoding(model.grid, model.norm.scale.shape[0]), decode)
+    return Entry("pos_embed", (), lambda: encoding(model.grid, model.config.width), decode)
 
 
 def _swin_entries(model: SwinTransformer) -> Iterator[Entry]:
@@ -260,10 +261,21 @@ def select_weights(teacher: StateDict, student: nnx.Module) -> nnx.Module:
     small = to_timm(student)
     if getattr(student, "positions", None) is not None and "pos_embed" in large:
         large["pos_embed"] = _fit_positions(large["pos_embed"], student)
-    fixed = [entry for entry in _timm_entries(student) if not entry.paths and entry.name in large]
-    selected = _select_all(large | {entry.name: small[entry.name] for entry in fixed}, small)
-    for entry in fixed:
-        entry.decode(np.asarray(large[entry.name]), [])  # refuses another position encoding
+    layers = {_without_numbers(name) for name in small}  # the teacher may have more of them
+    _check_names(
+        missing={name for name in small if not _is_own(name)} - large.keys(),
+        unexpected={k for k in large if not _is_own(k) and _without_numbers(k) not in layers},
+    )
+    selected = dict(small)
+    for entry in _timm_entries(student):
+        if _is_own(entry.name):
+            continue
+        tensor = np.asarray(large[entry.name])
+        if entry.paths:
+            tensor = _select(entry.name, tensor, small[entry.name].shape)
+            selected[entry.name] = tensor
+        else:
+            entry.decode(tensor, [])  # refuses another position encoding
     model = nnx.clone(student)
     from_timm(model, selected)
     return model
@@ -276,26 +288,6 @@ def _fit_positions(table: Any, student: VisionTransformer) -> Any:
     if num_tokens == math.prod(student.grid) or side**2 != num_tokens:
         return table
     return resample_positions(jnp.asarray(table[0], jnp.float32), (side, side), student.grid)[None]
-
-
-def _select_all(large: StateDict, small: StateDict) -> dict[str, Any]:
-    # The teacher may have more layers.
-    named = {_without_layers(name) for name in small}
-    lacking = [("teacher", name) for name in small if name not in large]
-    lacking += [("student", name) for name in large if _without_layers(name) not in named]
-    for model, name in lacking:
-        if not _is_own(name):
-            raise InputError(
-                f"{model} has no {name}: use a teacher of the same family, with the same "
-                "config.model.pool, that is at least as deep"
-            )
-    selected = {}
-    for name, array in small.items():
-        kept = _is_own(name) or not jnp.issubdtype(array.dtype, jnp.floating)
-        if not kept:
-            check_array("teacher", name, large[name])
-        selected[name] = array if kept else like(_select(name, large[name], array.shape), array)
-    return selected
 
 
 def _select(name, teacher, shape):
@@ -315,9 +307,9 @@ def _select(name, teacher, shape):
 
 def _is_own(name: str) -> bool:
     """Whether a weight belongs to a head, so that the student keeps its own."""
-    return any(part in HEADS for part in name.split("."))
+    return name.startswith("head.")
 
 
-def _without_layers(name: str) -> str:
-    """Replaces the layer numbers in a name."""
+def _without_numbers(name: str) -> str:
+    """Replaces the numbers of layers in a name."""
     return re.sub(r"(?:(?<=\.)|(?<=_)|^)\d+(?=\.)", "*", name)

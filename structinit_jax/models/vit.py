@@ -72,7 +72,6 @@ class VisionTransformer(Model):
     def _make_layers(self, channels: int, rngs: nnx.Rngs) -> None:
         config = self.config
         width = config.width
-        num_heads = config.num_heads
         self.grid = token_grid(config.image_size, config.patch_size)
         options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
         self.patch_embedding = layers.PatchEmbedding(config.patch_size, channels, width, **options)
@@ -88,9 +87,9 @@ class VisionTransformer(Model):
             if config.positions == "sincos":
                 sincos_positions(self.grid, width)  # only to raise if the width does not allow it
             else:
-                rotary_angles(self.grid, width // num_heads)  # likewise for the head dimension
+                rotary_angles(self.grid, width // config.num_heads)  # likewise, of the heads
 
-        sizes = dict(width=width, num_heads=num_heads, layer_scale=config.layer_scale)
+        sizes = dict(width=width, num_heads=config.num_heads, layer_scale=config.layer_scale)
         self.blocks = make_stack(Block, config.depth, config=config, **sizes, rngs=rngs)
         self.norm = layers.layer_norm(width, **options)
         head_init = layers.BASE_INITS[config.base_init](width)
@@ -119,16 +118,12 @@ class VisionTransformer(Model):
         [L, B, T, D] and 'attention_maps' [L, B, h, T, T]; 'pooled' [B, D], after the norm.
         """
         config = self.config
-        patches = self.patch_embedding.embed(images, self.grid)
+        patches = self.patch_embedding(images, self.grid).reshape(images.shape[0], -1, config.width)
         embedded = self._add_class_token_and_positions(patches)
+        rates = np.linspace(0, config.drop_path, config.depth, dtype=np.float32)
+        options = dict(with_maps=with_maps, angles=self._angles())
         x, blocks = run_stack(
-            self.blocks,
-            embedded,
-            config=config,
-            drop_path_rates=np.linspace(0, config.drop_path, config.depth, dtype=np.float32),
-            rng=rng,
-            with_maps=with_maps,
-            angles=self._angles(),
+            self.blocks, embedded, config=config, drop_path_rates=rates, rng=rng, **options
         )
         pooled = self.norm(x[:, 0] if config.pool == "class_token" else x.mean(axis=1))
         out = dict(patch_embedding=patches, embedded=embedded, blocks=blocks, pooled=pooled)

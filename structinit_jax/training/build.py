@@ -42,14 +42,16 @@ def open_data(config: ConfigDict) -> Dataset:
     config_lib.validate(config)
     data = config.data
     dataset = datasets.open_dataset(data.name, data.data_dir or None, data.channels)
-    check_classes(dataset.info, config.model.num_classes)
+    with prefixed("config.model: "):
+        check_classes(dataset.info, config.model.num_classes)
     return dataset
 
 
 def open_split(config: ConfigDict, dataset: Dataset, field: str) -> ImageSource:
     """Opens the split that `config.data` names in 'train_split' or 'eval_split'."""
     data = config.data
-    source = dataset.split(data[field], f"data.{field}", data.on_bad_image)
+    with prefixed(f"config.data.{field}: "):
+        source = dataset.split(data[field], data.on_bad_image)
     source[0]  # fails now, rather than after hours, if the split has no labels
     return source
 
@@ -172,7 +174,8 @@ def make_model(config: ConfigDict, mesh: Mesh) -> AbstractModel:
         rngs = nnx.Rngs(params=rng)
         return create_model(options, image_size=data.image_size, channels=data.channels, rngs=rngs)
 
-    return abstract_model(create, mesh)
+    with prefixed("config.model: "):
+        return abstract_model(create, mesh)
 
 
 def make_scheme(config: ConfigDict, model: AbstractModel) -> AttentionInit:
@@ -206,7 +209,7 @@ def make_optimizer(
             clip_norm=config.clip_norm,
             decayed=model.decayed,
         )
-    make = find(config.optimizer, {"adamw": optimizer_lib.adamw}, "optimizer")
+    make = find(config.optimizer, {"adamw": optimizer_lib.adamw}, "config.optimizer")
     parameters = inspect.signature(make).parameters
     options = {name: value for name, value in config.items() if name in parameters}
     optimizer = make(**options | {"learning_rate": learning_rate})
@@ -251,7 +254,7 @@ def make_step(
         optimizer,
         learning_rate,
         make_augmentation(config, model.mesh),
-        loss=find(config.loss, LOSSES, "loss"),
+        loss=find(config.loss, LOSSES, "config.loss"),
         accumulate_steps=config.accumulate_steps,
         ema_decay=config.ema_decay,
         mixes=config.augment.mixup > 0 or config.augment.cutmix > 0,

@@ -42,6 +42,8 @@ from structinit_jax.training.workdir import (
 STATE = "state"
 RUN = "run.json"
 VERSION = 2
+# Errors of missing files, of damaged ones (`InputError`), and of JSON that is not ours.
+UNREADABLE = (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError)
 _PART = re.compile(rf"state(\.orbax-checkpoint-tmp.*)?|index_\d+\.json|run\.json|{PARTIAL}.*")
 _STEP = re.compile(r"[1-9][0-9]{0,8}")  # fits int32
 _FILE = re.compile(r"state(/(?!\.\.?(/|$))[^/]+)+")  # no part of the path is empty, '.' or '..'
@@ -82,8 +84,7 @@ def intact_runs(folders: Iterable[epath.Path]) -> Iterator[tuple[int, dict[str, 
     for folder in folders:
         try:
             yield int(folder.name), _read_intact(folder)
-        # All but an `InputError` are about JSON that this package does not write.
-        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             print(f"note: skipping checkpoint {folder}: {error}")
 
 
@@ -119,34 +120,27 @@ def read_indexes(folder: epath.Path, run: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_intact(folder):
-    """Returns `run.json` of a checkpoint; raises `InputError` if any of its files is damaged."""
+    """Returns `run.json` of a checkpoint; raises one of `UNREADABLE` if any file is damaged."""
 
     def check(name, digest):
-        if not (folder / name).exists():
-            raise InputError(f"{printable(name)} is missing")
         if digest_of(folder / name) != digest:
             raise InputError(f"{printable(name)} does not match its checksum")
 
-    try:
-        run = read_run(folder)
-        files = read_indexes(folder, run)
-        if not is_url(folder):  # from where only the files of the index are copied
-            for path in Path(folder / STATE).rglob("*"):
-                # Zarr has no other hidden files, and file managers leave some where they look.
-                needed = path.name == ".zarray" or not path.name.startswith(".")
-                name = path.relative_to(folder).as_posix()
-                if needed and name not in files and not path.is_dir():
-                    raise InputError(f"{printable(name)} is in no index")
-        in_threads(check, files.keys(), files.values())
-    except OSError as error:
-        raise InputError(f"it cannot be read ({error})") from error
+    run = read_run(folder)
+    files = read_indexes(folder, run)
+    if not is_url(folder):  # from where only the files of the index are copied
+        for path in Path(folder / STATE).rglob("*"):
+            # Zarr has no other hidden files, and file managers leave some where they look.
+            needed = path.name == ".zarray" or not path.name.startswith(".")
+            name = path.relative_to(folder).as_posix()
+            if needed and name not in files and not path.is_dir():
+                raise InputError(f"{printable(name)} is in no index")
+    in_threads(check, files.keys(), files.values())
     return run
 
 
 def _read_json(path):
     """Reads what `_write_json` wrote; raises `InputError` if it is anything else."""
-    if not path.exists():
-        raise InputError(f"{path.name} is missing")
     line, _, checksum = read_file(path).partition(b"\n")
     if checksum != f"{_new_digest(line).hexdigest()}\n".encode():
         raise InputError(f"{path.name} does not match its checksum")

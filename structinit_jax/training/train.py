@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax.data.source import digest
 from structinit_jax.errors import InputError, StoppedError
-from structinit_jax.evaluate import describe, make_evaluator, write_by_class
+from structinit_jax.evaluate import describe, make_evaluator
 from structinit_jax.training import build, checkpoint, distributed, memory, resume, sharding
 from structinit_jax.training import state as state_lib
 from structinit_jax.training import workdir as workdir_lib
@@ -25,6 +25,8 @@ from structinit_jax.training.metrics import MAX_IN_FLIGHT, MetricsLog, Progress,
 
 with epy.lazy_imports():  # first used while the training step compiles
     from clu import parameter_overview
+
+    from structinit_jax.training import figures
 
 # Exit code of a run that a signal has stopped: EX_TEMPFAIL of sysexits.h, "try again later".
 PREEMPTED_EXIT_CODE = 75
@@ -42,7 +44,7 @@ def train(
     Args:
       config: See `structinit_jax.config.base_config`.
       workdir: Gets `config.json`, `metrics.jsonl`, `tensorboard/`, `checkpoints/` and the files of
-        `evaluate.write_by_class`. A path, or a URL of object storage, such as gs://BUCKET/RUN.
+        `figures.write_by_class`. A path, or a URL of object storage, such as gs://BUCKET/RUN.
       profile_step: First of four steps to trace to `profile/`, counted from the start or resume.
       stop_request: Records SIGTERM and SIGINT. A caller that trains several runs passes one and
         checks it between runs, since a signal during the last step raises no `StoppedError`.
@@ -200,7 +202,7 @@ def train(
         if not evaluation:  # the run had finished before
             evaluation = evaluate(state)
         if jax.process_index() == 0:
-            write_by_class(workdir, evaluation, names)
+            figures.write_by_class(workdir, evaluation.labels, evaluation.predicted, names)
         checkpoints.wait_for_all()
         results = evaluation.metrics
         print(

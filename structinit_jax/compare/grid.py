@@ -1,0 +1,209 @@
+"""Trains the settings of a comparison with several seeds. Unfinished runs are resumed."""
+
+import contextlib
+import functools
+import io
+import json
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from structinit_jax import __version__, command_line
+from structinit_jax.compare import records, report
+from structinit_jax.compare.settings import find_baselines
+from structinit_jax.data.source import digest
+from structinit_jax.errors import InputError, StoppedError, prefixed, printable
+from structinit_jax.training import build, distributed, resume
+from structinit_jax.training import workdir as workdir_lib
+from structinit_jax.training.metrics import format_duration
+from structinit_jax.training.train import PREEMPTED_EXIT_CODE, train
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+LOG = "log.txt"
+STOPPED = "stopped; all checkpoints are complete: run the same command again to resume"
+
+
+def run_grid(
+    settings: Mapping[str, ConfigDict],
+    seeds: Sequence[int],
+    workdir: str | Path,
+    rows: Mapping[str, Mapping[str, str]] | None = None,
+) -> int:
+    """Trains all runs that are not done and writes the report; returns how many of them failed.
+
+    Args:
+      settings: Config of each setting, by name. Their seeds are replaced.
+      seeds: Seeds of every setting.
+      workdir: Output directory. Each run has a workdir of its own, `SETTING/seed_K`.
+      rows: The row of each setting in a table of the papers: the setting that it is compared with,
+        trained or not, and the published accuracy and the note that the report shows. By default,
+        settings are compared as `find_baselines` says.
+
+    Raises:
+      InputError: A setting cannot be trained, or the workdir holds a comparison that disagrees, or
+        runs of other settings under the same names.
+      StoppedError: A signal stopped the runs, or the disk is full.
+    """
+    command_line.use_compilation_cache()  # through which runs share programs
+    workdir = workdir_lib.prepare_workdir(workdir)
+    notes = io.StringIO()
+    new = {}
+    with contextlib.redirect_stdout(notes):
+        for name, config in settings.items():
+            row = rows[name] if rows else {}
+            new[name] = describe_setting(name, config) | {
+                "seeds": list(seeds),
+                "published": row.get("published", ""),
+                "note": row.get("note", ""),
+            }
+    for note in dict.fromkeys(notes.getvalue().splitlines()):  # once for all settings
+        print(note)
+    baselines = {name: rows[name]["baseline"] for name in settings} if rows else None
+    with workdir_lib.report_full_disk(workdir):
+        with workdir_lib.lock_workdir(workdir):
+            info = _merge(workdir, new, settings)
+            info["baselines"] |= baselines or find_baselines(settings)
+            machines = dict.fromkeys([*info["machine"].split("\n\n"), _describe_machine()])
+            info["machine"] = "\n\n".join(filter(None, machines))
+            workdir_lib.write_atomically(workdir / records.GRID, json.dumps(info, indent=1) + "\n")
+        try:
+            return _train_all(workdir, info, settings, seeds)
+        except KeyboardInterrupt:
+            raise StoppedError(STOPPED, PREEMPTED_EXIT_CODE) from None
+        finally:
+            report.write_report(workdir)
+
+
+def describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
+    """Checks a setting without training, and returns the facts that the report needs."""
+    data = config.data
+    with prefixed(f"setting {name}: "):
+        dataset = build.open_data(config)
+        train_source, eval_source = build.open_splits(config, dataset)
+        schedule = build.make_schedule(config, len(train_source))
+        model = build.make_model(config, build.make_mesh(config))
+        build.make_scheme(config, model)
+        optimizer = build.make_optimizer(config, schedule.learning_rate, model)
+        build.make_step(config, model, optimizer, schedule.learning_rate)
+        if (file := config.start_from) and not Path(file).expanduser().is_file():
+            raise InputError(f"config.start_from={file!r} is no file")
+        sources = {
+            f"{data.name} {data.train_split}": train_source,
+            f"{data.name} {data.eval_split}": eval_source,
+        }
+        digests = {k: digest(source, dataset.class_names) for k, source in sources.items()}
+    return {
+        "config": json.loads(config.to_json()),
+        "data": digests,
+        "num_steps": schedule.num_steps,
+        "steps_per_epoch": schedule.steps_per_epoch,
+        "test_name": data.eval_split,
+    }
+
+
+def _merge(workdir, new, settings):
+    """Merges settings and seeds into those of earlier commands, which must agree with them."""
+    info: dict[str, Any] = {"settings": {}, "baselines": {}, "machine": ""}
+    if (workdir / records.GRID).exists():
+        info = records.read_grid(workdir)
+    old = info["settings"]
+    for name, facts in new.items():
+        # Settings may read folders of the same name at several places.
+        earlier = [old[name]] if name in old else old.values()
+        for data, new_digest in facts["data"].items():
+            digests = [each["data"][data] for each in earlier if data in each["data"]]
+            # An earlier version recorded the first part of the digest only.
+            if digests and not new_digest.startswith(tuple(digests)):
+                raise InputError(
+                    f"--workdir={workdir} holds results for other images, labels or classes of "
+                    f"{data}: restore the old data, or use another --workdir"
+                )
+        if name in old:
+            configs = {f"the setting {name} in {workdir}": old[name]["config"]}
+            facts["seeds"] = sorted({*old[name]["seeds"], *facts["seeds"]})
+        else:  # runs that `compare.json` lacks, since it was deleted
+            paths = sorted((workdir / name).glob("seed_*/config.json"))
+            configs = {str(path.parent): workdir_lib.read_json(path) for path in paths}
+        for place, config in configs.items():
+            free = ("seed", *records.HARMLESS)
+            resume.check_config(config, settings[name], place, tuple(settings[name]), free)
+    return info | {"settings": new | {name: old[name] for name in old if name not in new}}
+
+
+def _describe_machine() -> str:
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
+    return (
+        f"{len(jax.devices())} × {jax.devices()[0].device_kind}, Python "
+        f"{platform.python_version()}, {platform.uname().system}; structinit-jax {__version__}, "
+        f"{versions}"
+    )
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+def _train_all(workdir, info, settings, seeds) -> int:
+    """Trains the runs that are not done, and returns how many of them failed."""
+    stop = distributed.StopRequest()
+    began = time.perf_counter()
+    trained = 0
+    failed = 0
+    runs = [(name, seed) for name in settings for seed in seeds]
+    for number, (name, seed) in enumerate(runs, start=1):
+        run = records.SeedRun(workdir, name, seed, info["settings"][name])
+        # Prints to the output of this moment, also while `_train` redirects it.
+        label = f"[{number}/{len(runs)}] {name} seed {seed}:"
+        say = functools.partial(print, label, file=sys.stdout, flush=True)
+        if run.status == "done":
+            say(f"done before, {run.result}")
+            continue
+        for folder in (run.folder.parent, run.folder):
+            workdir_lib.make_folder(folder)
+            workdir_lib.prepare_workdir(folder)
+        with contextlib.ExitStack() as locked:
+            try:
+                locked.enter_context(workdir_lib.lock_workdir(run.folder.parent))
+            except InputError:
+                say("another process trains this setting")
+                continue
+            _train(settings[name], run, say, stop)
+        run = records.SeedRun(workdir, name, seed, run.facts)
+        trained += 1
+        failed += run.status == "failed"
+        left = (time.perf_counter() - began) / trained * (len(runs) - number)
+        say(f"{run.result}; about {format_duration(left)} left")
+        if stop.reached(0):  # by a signal during the last step
+            raise KeyboardInterrupt
+    return failed
+
+
+def _train(config, run, say, stop):
+    """Trains a run, with its output in `log.txt`, and records how it ended."""
+    say("started")
+    config = config.copy_and_resolve_references()
+    config.seed = run.seed
+    status = records.DONE
+
+    def show_evaluation(step, results):
+        accuracy = results["eval/accuracy"]
+        name = run.facts["test_name"]
+        say(f"step {step}, epoch {run.epoch(step):.1f}, {name} accuracy {accuracy:.2%}")
+
+    log = workdir_lib.open_to_append(run.folder / LOG)
+    with log, contextlib.redirect_stdout(log):
+        try:
+            train(config.lock(), run.folder, stop_request=stop, on_evaluation=show_evaluation)
+        except Exception as error:  # of your own schemes and data sets too
+            if isinstance(error, StoppedError) and error.exit_code == PREEMPTED_EXIT_CODE:
+                raise
+            traceback.print_exc(file=log)
+            status = printable(f"{type(error).__name__}: {error}".splitlines()[0])
+    workdir_lib.write_atomically(run.folder / records.STATUS, status + "\n")

@@ -1,0 +1,116 @@
+"""The runs of a comparison, as its workdir records them.
+
+`compare.json` has the settings, and each run is a workdir of its own, `SETTING/seed_K`.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from structinit_jax.errors import prefixed, printable
+from structinit_jax.training.metrics import read_metrics
+from structinit_jax.training.workdir import read_file, read_json
+
+GRID = "compare.json"
+STATUS = "status.txt"  # of a run: `DONE`, or why it failed
+DONE = "done"
+# Fields that change the results by rounding at most; data have digests of their contents.
+HARMLESS = ("checkpoint_every_steps", "keep_checkpoints", "fsdp", "data.data_dir", "model.remat")
+
+
+class SeedRun:
+    """One seed of one setting, as far as it has been trained.
+
+    `facts` is the entry of its setting in `compare.json`.
+
+    Attributes:
+      folder: Workdir of the run.
+      curve: The test accuracy by step, from 0 to 1, up to the last step of the comparison:
+        `structinit_jax.main` may have trained the run longer.
+      status: 'done', 'failed' or 'unfinished'.
+      error: Why the run failed, in one line.
+    """
+
+    def __init__(self, workdir: Path, setting: str, seed: int, facts: Mapping[str, Any]):
+        self.setting = setting
+        self.seed = seed
+        self.facts = facts
+        self.folder = workdir / setting / f"seed_{seed}"
+        metrics = self.folder / "metrics.jsonl"
+        names = ["eval/accuracy"]
+        if facts["test_name"] != "train":  # whose 'train/accuracy' is that of the batches
+            names.append(f"{facts['test_name']}/accuracy")  # in earlier versions
+        lines = read_metrics(metrics, facts["num_steps"])
+        self.curve: dict[int, float] = {
+            line["step"]: line[name]
+            for line in lines
+            for name in names
+            if line.get(name) is not None
+        }
+        status = self.folder / STATUS
+        recorded = read_file(status).decode(errors="replace") if status.exists() else ""
+        recorded = printable(recorded.strip())
+        self.error = "" if recorded == DONE else recorded
+        if recorded == DONE and facts["num_steps"] not in self.curve:
+            self.error = f"no result in {metrics}: delete its folder"
+        self.status = "failed" if self.error else recorded or "unfinished"
+
+    @property
+    def accuracy(self) -> float:
+        """The test accuracy after the last step of a run that is done."""
+        return self.curve[self.facts["num_steps"]]
+
+    @property
+    def result(self) -> str:
+        """How the run ended, in one line."""
+        if self.status == "done":
+            return f"{self.facts['test_name']} accuracy {self.accuracy:.2%}"
+        return f"failed: {self.error}"
+
+    def epoch(self, step: int) -> float:
+        """Converts a step to epochs."""
+        return step / self.facts["steps_per_epoch"]
+
+
+class Comparison(NamedTuple):
+    """All runs of a workdir."""
+
+    info: dict[str, Any]  # content of `compare.json`
+    runs: dict[str, list[SeedRun]]  # by setting, in the order of the seeds
+
+    @property
+    def metric(self) -> str:
+        """Name of the compared metric, such as 'test accuracy', after the first setting's split."""
+        first, *_ = self.info["settings"].values()
+        return f"{first['test_name']} accuracy"
+
+    def finished(self, setting: str | None) -> list[SeedRun]:
+        """Returns the runs of a setting that are done.
+
+        A baseline may be None, or a setting that is not in the comparison: it has no runs.
+        """
+        return [run for run in self.runs.get(setting, ()) if run.status == "done"]
+
+    def accuracies(self, setting: str | None) -> dict[int, float]:
+        """Returns the test accuracies of the finished runs of a setting, by seed."""
+        return {run.seed: run.accuracy for run in self.finished(setting)}
+
+
+def read_grid(workdir: Path) -> dict[str, Any]:
+    """Reads `compare.json`; raises `InputError` if it is damaged.
+
+    It has the 'machine', by setting the 'baselines', and as 'settings' by name what
+    `grid.describe_setting` returns, with the 'seeds', the 'published' accuracy and the 'note'.
+    """
+    with prefixed("if this file is damaged, delete it and run the same command again: "):
+        return read_json(workdir / GRID)
+
+
+def read_comparison(workdir: Path) -> Comparison:
+    """Reads a comparison; raises `InputError` if its `compare.json` is damaged."""
+    info = read_grid(workdir)
+    runs = {
+        setting: [SeedRun(workdir, setting, seed, facts) for seed in facts["seeds"]]
+        for setting, facts in info["settings"].items()
+    }
+    return Comparison(info, runs)

@@ -1,0 +1,120 @@
+"""The settings of a comparison: the points of a grid, or the rows of a table of the papers."""
+
+import csv
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
+
+from flax.traverse_util import flatten_dict
+from ml_collections import ConfigDict
+
+from structinit_jax import command_line
+from structinit_jax import config as config_lib
+from structinit_jax.errors import InputError, suggest
+from structinit_jax.training.workdir import read_file
+
+PAPERS = Path("configs/papers.csv")  # of a checkout, like the configs that it names
+
+
+def expand(
+    config: ConfigDict, schemes: Sequence[str], axes: Mapping[str, Sequence[str]]
+) -> dict[str, ConfigDict]:
+    """Returns the config of each setting by its name, such as 'impulse,model.num_heads=6'.
+
+    `schemes` are values of `config.attention_init.name`, set by `config.set_scheme`. `axes` holds
+    the values of further fields, by field, as text from the command line. An axis for an option of
+    `attention_init` applies to the schemes that take the option; the others ignore it.
+
+    Raises `InputError` if a scheme, a field or a value does not exist.
+    """
+    options = {scheme: config_lib.scheme_options(scheme) for scheme in schemes}
+    varied = len(options) > 1 or any(field.startswith("attention_init.") for field in axes)
+    if varied and (config.start_from or "start_from" in axes):
+        raise InputError("config.start_from replaces config.attention_init: pass a single scheme")
+    known = {f"attention_init.{option}" for own in options.values() for option in own}
+    for field in axes:
+        if field == "seed":
+            raise InputError("--grid=seed cannot be an axis: use --seeds=N")
+        if field.startswith("attention_init.") and field not in known:
+            raise InputError(f"--grid={field} is no option of --schemes: {suggest(field, known)}")
+    settings = {}
+    for scheme in schemes:
+        others = known.difference(f"attention_init.{option}" for option in options[scheme])
+        own = {field: values for field, values in sorted(axes.items()) if field not in others}
+        start = config.copy_and_resolve_references()
+        config_lib.set_scheme(start, scheme)
+        for texts in itertools.product(*own.values()):
+            point = start.copy_and_resolve_references()
+            for field, text in zip(own, texts, strict=True):
+                command_line.set_field(point, field, text)
+            # From parsed values, so that 1e-3 and 0.001 give the same name.
+            parts = [scheme, *(f"{field}={attrgetter(field)(point)}" for field in own)]
+            name = ",".join(re.sub(r"[^\w.=+-]", "_", part.replace(" ", "")) for part in parts)
+            settings[name] = point.lock()
+    return settings
+
+
+def parse_axes(flags: Iterable[str]) -> dict[str, list[str]]:
+    """Parses values of --grid, such as 'model.num_heads=3,6', into values by field.
+
+    Commas in brackets do not separate values.
+    """
+    axes: dict[str, list[str]] = {}
+    for flag in flags:
+        field, _, text = flag.removeprefix("config.").partition("=")
+        axes.setdefault(field, []).extend(re.split(r",(?![^(\[{]*[)\]}])", text))
+    return axes
+
+
+def find_baselines(settings: Mapping[str, ConfigDict]) -> dict[str, str | None]:
+    """Returns the baseline of each setting, by name; None if there is none.
+
+    It has the scheme of the first setting, and the same values of all fields in which the settings
+    of that scheme differ. If all settings have the same scheme, it is the first setting.
+    """
+    fields = {name: flatten_dict(config.to_dict(), sep=".") for name, config in settings.items()}
+    first = next(iter(fields))
+    scheme = fields[first]["attention_init.name"]
+    candidates = [name for name in fields if fields[name]["attention_init.name"] == scheme]
+    if len(candidates) == len(fields):
+        return dict.fromkeys(fields, first)
+    axes = [
+        field
+        for field, value in fields[first].items()
+        if not field.startswith("attention_init.")
+        and any(fields[name].get(field) != value for name in candidates)
+    ]
+    values = {name: [fields[name].get(field) for field in axes] for name in fields}
+    same = {name: [c for c in candidates if values[c] == values[name]] for name in fields}
+    return {name: found[0] if found else None for name, found in same.items()}
+
+
+# -- tables of the papers --------------------------------------------------------------------------
+
+
+def read_table(table: str) -> dict[str, dict[str, str]]:
+    """Returns the rows of a table of `configs/papers.csv` by name, each a dict by column."""
+    rows = list(csv.DictReader(read_file(PAPERS).decode().splitlines()))
+    found = {row["row"]: row for row in rows if row["table"] == table}
+    if not found:
+        raise InputError(f"--table={table}: {suggest(table, {row['table']: row for row in rows})}")
+    return found
+
+
+def configs_of(
+    rows: Mapping[str, Mapping[str, str]], overrides: command_line.Overrides
+) -> dict[str, ConfigDict]:
+    """Returns the configs of rows by name.
+
+    The overrides are fields of all configs, with values as on the command line, and are set last.
+    """
+    settings = {}
+    for name, row in rows.items():
+        config = config_lib.load_config(row["config"])
+        fields = [tuple(field.split("=", 1)) for field in row["fields"].split()]
+        command_line.set_fields(config, fields)
+        command_line.set_fields(config, overrides)
+        settings[name] = config.lock()
+    return settings

@@ -1,0 +1,128 @@
+"""Settings of a comparison, from flags and from the papers' tables to configs."""
+
+import collections
+import csv
+import inspect
+import json
+
+import pytest
+
+from structinit_jax import attention_init
+from structinit_jax.compare import grid, settings
+from structinit_jax.errors import InputError
+
+pytestmark = pytest.mark.usefixtures("library_promotion")
+with open(settings.PAPERS) as file:
+    TABLES = list(dict.fromkeys(row["table"] for row in csv.DictReader(file)))
+
+
+def test_settings_have_readable_names_and_what_their_scheme_needs(tiny_config, capsys):
+    axes = settings.parse_axes(["model.depth=1,2", "attention_init.dilation=2"])
+    schemes = ["default", "impulse_2025", "impulse"]
+    configs = settings.expand(tiny_config.lock(), schemes, axes)
+    assert list(configs) == [
+        *("default,model.depth=1", "default,model.depth=2"),
+        *("impulse_2025,model.depth=1", "impulse_2025,model.depth=2"),
+        *(f"impulse,attention_init.dilation=2,model.depth={depth}" for depth in (1, 2)),
+    ]
+    assert configs["default,model.depth=2"].model.depth == 2
+    assert configs["impulse_2025,model.depth=1"].model.positions == "learned"
+    assert configs["impulse,attention_init.dilation=2,model.depth=1"].attention_init.dilation == 2
+    assert tiny_config.model.positions == "sincos"
+    assert "impulse_2025 needs config.model.positions='learned'" in capsys.readouterr().out
+    # A baseline has the same depth, whatever else its scheme has changed.
+    expected = {name: f"default,model.depth={name[-1]}" for name in configs}
+    assert settings.find_baselines(configs) == expected
+
+
+def test_a_setting_is_never_compared_with_one_of_other_fields(tiny_config):
+    def baselines(**fields):
+        configs = {}
+        for name, (scheme, depth) in fields.items():
+            configs[name] = tiny_config.copy_and_resolve_references()
+            configs[name].attention_init.name = scheme
+            configs[name].model.depth = depth
+        return settings.find_baselines(configs)
+
+    found = baselines(a=("default", 1), b=("default", 2), c=("impulse", 2), d=("impulse", 3))
+    assert found == dict(a="a", b="b", c="b", d=None)
+    # Nothing has to agree if there is one scheme.
+    assert baselines(a=("default", 1), b=("default", 2)) == dict(a="a", b="a")
+
+
+def test_a_setting_has_one_name_however_it_is_written(tiny_config):
+    def names(*axes):
+        return [*settings.expand(tiny_config.lock(), ["impulse"], settings.parse_axes(axes))]
+
+    first = names("learning_rate=0.001,0.002", "config.data.drop_remainder=true")
+    assert first == names("data.drop_remainder=True", "learning_rate=1e-3", "learning_rate=2e-3")
+    assert first == [f"impulse,data.drop_remainder=True,learning_rate={r}" for r in (0.001, 0.002)]
+    # Characters with a meaning in paths are replaced.
+    assert names("data.train_split=train[:64]") == ["impulse,data.train_split=train__64_"]
+    # Commas within brackets do not separate values.
+    axes = settings.parse_axes(["data.mean=(0.1,),(0.2,)"])
+    assert axes == {"data.mean": ["(0.1,)", "(0.2,)"]}
+
+
+@pytest.mark.parametrize("axis", ["model.depth=x", "attention_init.nrm=1", "seed=1,2", "depth"])
+def test_mistaken_axes_are_refused(tiny_config, axis):
+    with pytest.raises(InputError, match=axis.partition("=")[0]):
+        settings.expand(tiny_config.lock(), ["impulse"], settings.parse_axes([axis]))
+
+
+def test_weights_that_replace_the_schemes_leave_nothing_to_compare(tiny_config):
+    tiny_config.start_from = "model.safetensors"
+    assert list(settings.expand(tiny_config.lock(), ["impulse"], {})) == ["impulse"]
+    for schemes, axes in (
+        (["impulse", "default"], {}),
+        (["impulse"], {"attention_init.dilation": "2"}),
+    ):
+        with pytest.raises(InputError, match=r"^config.start_from"):
+            settings.expand(tiny_config, schemes, axes)
+
+
+# -- tables of the papers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_row_has_a_config_and_a_baseline(name):
+    rows = settings.read_table(name)
+    assert set(settings.configs_of(rows, [])) == set(rows)
+    assert {row["baseline"] for row in rows.values()} <= rows.keys()
+
+
+def test_published_figures_that_disagree_have_a_note():
+    same = collections.defaultdict(list)
+    for name in TABLES:
+        rows = settings.read_table(name)
+        for row, config in settings.configs_of(rows, []).items():
+            section = config.attention_init.to_dict()
+            options = inspect.signature(attention_init.SCHEMES[section["name"]]).parameters
+            defaults = {name: option.default for name, option in options.items()}
+            fields = config.to_dict() | {"attention_init": defaults | section}
+            same[json.dumps(fields, default=str, sort_keys=True)].append(rows[row])
+    disagree = [rows for rows in same.values() if len({row["published"] for row in rows}) > 1]
+    found = {row["published"] for rows in disagree for row in rows}
+    assert {"85.30", "88.63", "90.75", "91.62", "90.22", "90.67"} <= found
+    for rows in disagree:
+        assert all(row["note"] for row in rows if row["published"]), rows
+
+
+def test_the_options_of_a_scheme_may_stand_before_its_name():
+    rows = settings.read_table("2024.2")
+    assert rows["cifar100,mimetic"]["baseline"] == "cifar100,truncated_normal"
+    assert rows["cifar100,mimetic"]["published"] == "70.40"
+    fields = [("attention_init.target_mass", "0.3"), ("attention_init.name", "impulse")]
+    for config in settings.configs_of(rows, fields).values():
+        assert config.attention_init.target_mass == 0.3
+    with pytest.raises(InputError, match=r"--table=2024\.9"):
+        settings.read_table("2024.9")
+
+
+def test_a_setting_that_cannot_be_trained_is_refused_before_the_first_run(tiny_config):
+    tiny_config.start_from = "vit_small_default.safetensors"
+    with pytest.raises(InputError, match=r"^setting x: .*start_from='vit_small_default\.safeten"):
+        grid.describe_setting("x", tiny_config)
+    tiny_config.model.num_heads = 3
+    with pytest.raises(InputError, match=r"^setting x: .*num_heads"):
+        grid.describe_setting("x", tiny_config)
