@@ -93,7 +93,7 @@ def impulse(
 
     Args:
       kernel_size: Kernel size f of the impulses, odd. A `ConvSite` has its own.
-      filters: Kernels [F, f, f] to use instead of impulses.
+      filters: Kernels [F, f, f] to use instead of impulses, whatever the kernel size.
       dilation: Distance in tokens between neighboring taps of a kernel.
       target_mass: Share of its attention that a token pays to the target, which sets how sharp the
         maps are. It must be larger than that of uniform attention, 1 / N on an impulse.
@@ -300,8 +300,6 @@ def _by_site(
             value is parameters[name].default or np.array_equal(value, parameters[name].default)
         )
     }
-    if "filters" in changed and "kernel_size" in changed:
-        raise InputError(f"kernel_size={options['kernel_size']} is for impulses: leave it out")
     if options.get("replace_positions") and "position_scale" in changed:
         raise InputError(
             f"position_scale={options['position_scale']} is for learned positions that are kept: "

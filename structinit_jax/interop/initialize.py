@@ -43,7 +43,7 @@ def initialize(
       num_heads: Number of heads h; required for torch and Equinox, whose shapes do not show it.
       grid: (rows, cols) of the image tokens, (1, N) in a model of sequences, or in Swin and BEiT
         (rows, cols) of the windows that are not square. If None, all are square.
-      positions: [N, D] encoding that the model adds to its tokens without storing it in `params`,
+      positions: [N, D] encoding that a ViT adds to its tokens without storing it in `params`,
         for example `sincos_positions(grid, D)`, or for big_vision and vit-pytorch's SimpleViT
         `sincos_positions(grid, D, convention="big_vision")`. A table in `params` is then neither
         read nor written: if the model adds it to the tokens, leave `positions` out.

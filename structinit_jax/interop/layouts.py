@@ -165,15 +165,12 @@ def find_stacks(leaves: Leaves) -> list[Stack]:
     if stacks:
         return stacks
     similar = [n for n in leaves if re.search(r"att|qkv|query|q_proj|in_proj", n, re.IGNORECASE)]
-    if not similar:
-        raise InputError(
-            f"params hold no attention layers, only {', '.join(list(leaves)[:6]) or 'nothing'}"
-        )
     raise InputError(
-        f"params have {', '.join(similar[:6])}, but no attention layers with the names of a known "
-        "project: if all layers have equal linear projections from and to all channels, rename "
-        "them for the call to timm's, blocks.0.attn.qkv.weight and blocks.0.attn.proj.weight, and "
-        "transpose Flax kernels to torch's [out, in]; other attention is not supported"
+        "params hold no attention layers with the names of a known project, only "
+        f"{', '.join((similar or list(leaves))[:6]) or 'nothing'}: if all layers have equal linear "
+        "projections from and to all channels, rename them for the call to timm's, "
+        "blocks.0.attn.qkv.weight and blocks.0.attn.proj.weight, and transpose Flax kernels to "
+        "torch's [out, in]; other attention is not supported"
     )
 
 

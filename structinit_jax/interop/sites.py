@@ -28,10 +28,6 @@ def find_site(
     """Returns the site of a model's attention layers; for arguments and errors see `initialize`."""
     host.require_assumptions()
     if host.bias_tables:
-        if positions is not None or rotations is not None:
-            raise InputError(
-                f"positions and rotations: leave them out, the model has {host.bias_tables[0]}"
-            )
         return WindowSite(grid=_find_window(host, grid), **host.sizes())
     if grid is None and rotations is None:
         host.require_image_tokens()
@@ -57,9 +53,7 @@ def find_site(
             stacklevel=3,
         )
     if positions is not None:
-        grid = grid or square(len(positions))
-        if grid is None:
-            raise InputError(f"grid: pass grid=(rows, cols) of the {len(positions)} positions")
+        grid = grid or square(len(positions))  # the site refuses None
         return AttentionSite(grid=grid, **host.sizes(), positions=positions)
     if table is not None:
         return AttentionSite(
