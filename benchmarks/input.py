@@ -3,10 +3,11 @@
     python benchmarks/input.py --out=input.json
 
 JPEGs of 500×375 (typical of ImageNet) and 1600×1200 pixels become 224² random resized crops,
-uint8, bilinear or bicubic at random. Ours is the trainer's pipeline: decode, crop, resize and batch
-in threads. The peer is a DataLoader without workers, with timm's transforms up to the same
-point: decoding and RandomResizedCropAndInterpolation in Pillow, and the array that timm's fast
-collate takes. Decoding alone, with libjpeg-turbo and with Pillow, is the upper limit.
+uint8, bilinear or bicubic at random. Ours is the trainer's pipeline up to the copy to devices:
+decode, crop, resize and batch in threads. The peer is a DataLoader without workers, with timm's
+transforms up to the same point: decoding and RandomResizedCropAndInterpolation in Pillow, and the
+array that timm's fast collate takes. Decoding alone, with libjpeg-turbo and with Pillow, is the
+upper limit.
 
 Each loader runs on one core. Times are processor times, medians of interleaved rounds, to limit the
 influence of other processes; `ratio` is the median of ours over PyTorch's in the same round.
@@ -56,21 +57,18 @@ def write_images(folder: Path, width: int, height: int) -> None:
 
 
 def our_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
-    """Yields batches of the trainer's pipeline."""
+    """Yields batches of the trainer's pipeline, before they are copied to devices."""
     from structinit_jax.data.crops import RandomCrop
     from structinit_jax.data.datasets import open_dataset
-    from structinit_jax.data.loader import make_loader
+    from structinit_jax.data.loader import HostLoader, stream_indices
     from structinit_jax.training.sharding import make_mesh
 
-    loader = make_loader(
-        open_dataset("folder", folder).split("train"),
-        make_mesh(),
-        image_size=IMAGE_SIZE,
-        random_crop=RandomCrop(seed=0),
-    )
-    batches = loader.train_batches(
-        batch_size=BATCH_SIZE, seed=0, start_step=0, num_steps=num_batches
-    )
+    def order(start, stop):
+        return stream_indices(0, np.arange(start, stop), FILES)
+
+    source = open_dataset("folder", folder).split("train")
+    loader = HostLoader(source, make_mesh(), IMAGE_SIZE, random_crop=RandomCrop(seed=0))
+    batches = loader.read_batches(order, range(num_batches), BATCH_SIZE, 0, process_count=1)
     return (batch["image"] for batch in batches)
 
 

@@ -35,9 +35,14 @@ from structinit_jax.attention_init import (
     sincos_positions,
 )
 from structinit_jax.attention_init.absolute import LEARNED_SOLVE
-from structinit_jax.attention_init.positions import layer_norm
 from structinit_jax.attention_init.published import RESCALE_EVERY
-from structinit_jax.attention_init.solve import learned_row_space, row_space, solve_bank
+from structinit_jax.attention_init.sites import layer_norm
+from structinit_jax.attention_init.solve import (
+    learned_row_space,
+    row_space,
+    solve,
+    start_factors,
+)
 from structinit_jax.attention_init.targets import filter_maps
 
 MODELS = {  # grid, width, heads, layers
@@ -93,9 +98,10 @@ def impulse_at_norm(site: AttentionSite, weights: AttentionWeights) -> dict:
     # The targets of one layer, each as often as heads have it. At so large a norm, the solve needs
     # the small steps that `impulse` takes for learned positions.
     targets = np.asarray(weights.targets)[np.asarray(weights.filter_index)[0]]
-    sizes = dict(head_dim=site.head_dim, qk_scale=site.qk_scale, width=site.width)
+    sizes = dict(head_dim=site.head_dim, qk_scale=site.qk_scale)
     options = {key: LEARNED_SOLVE[key] for key in ("learning_rate", "steps")}
-    *_, report = solve_bank(z, targets, norm=float(weights.report.norm), **options, **sizes)
+    start = start_factors(z, targets, site.head_dim)
+    *_, report = solve(start, z, targets, weights.report.norm, **options, **sizes)
     return numbers(report)
 
 

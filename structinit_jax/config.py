@@ -14,19 +14,21 @@ from typing import Annotated, Any, Literal
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
-from structinit_jax import attention_init, errors, models
+from structinit_jax import attention_init, models
 from structinit_jax.augment import AugmentConfig
-from structinit_jax.errors import (
+from structinit_jax.checks import (
     Check,
     Fraction,
-    InputError,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    check_fields,
+    find,
+    is_count,
     is_reference,
-    printable,
 )
+from structinit_jax.errors import InputError, prefixed, printable
 from structinit_jax.training.workdir import open_path, read_json
 
 Share = Annotated[float, Check("a number from 0.1 to 1", lambda x: 0.1 <= x <= 1)]
@@ -34,6 +36,8 @@ Mean = Annotated[float, Check("in [0, 1] (of pixels divided by 255)", lambda x: 
 Deviation = Annotated[
     float, Check("from 0.001 to 1 (of pixels divided by 255)", lambda x: 0.001 <= x <= 1)
 ]
+# A crash can damage the newest checkpoint.
+AtLeastTwo = Annotated[int, Check("a whole number, 2 or more", lambda x: is_count(x, 2))]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,8 +77,7 @@ class RunFields:
     log_every_steps: PositiveInt = 20
     eval_every_epochs: PositiveFloat = 5.0
     checkpoint_every_steps: PositiveInt = 500
-    # The newest ones, and the best one in addition. Keep two: a crash can damage the newest.
-    keep_checkpoints: PositiveInt = 2
+    keep_checkpoints: AtLeastTwo = 2  # the newest ones; the best one is kept in addition
 
     # Safetensors file of a timm model of the same size or larger, at any resolution. If set, all
     # weights but the head are selected from it (Xu et al. 2024), and attention_init is not used.
@@ -108,7 +111,7 @@ def base_config(model: str = "vit") -> ConfigDict:
       model: Model family ('vit', 'swin', 'mixer', 'convmixer'), a variant under timm's name
         ('vit_tiny_patch16_224'), or 'module:Class'.
     """
-    with errors.prefixed("config.model."):
+    with prefixed("config.model."):
         model_fields = models.default_config(model)
     config = ConfigDict(_defaults(RunFields))
     config.data = _defaults(DataFields) | {"image_size": model_fields.pop("image_size", 224)}
@@ -132,10 +135,10 @@ def validate(config: ConfigDict) -> None:
     """
     data = config.data
     run = {k: value for k, value in config.items() if not isinstance(value, ConfigDict)}
-    errors.check_fields(RunFields, run, "config.")
-    errors.check_fields(DataFields, dict(data), "config.data.")
-    errors.check_fields(AugmentConfig, dict(config.augment), "config.augment.")
-    with errors.prefixed("config.model."):
+    check_fields(RunFields, run, "config.")
+    check_fields(DataFields, dict(data), "config.data.")
+    check_fields(AugmentConfig, dict(config.augment), "config.augment.")
+    with prefixed("config.model."):
         models.check_fields(dict(config.model))
     for field in ("mean", "std"):
         if len(data[field]) != data.channels:
@@ -155,7 +158,7 @@ def validate(config: ConfigDict) -> None:
 
 def find_scheme(name: str) -> Callable[..., attention_init.AttentionInit]:
     """Returns the scheme of a name, or of 'module:function'."""
-    return errors.find(name, attention_init.SCHEMES, "config.attention_init.name")
+    return find(name, attention_init.SCHEMES, "config.attention_init.name")
 
 
 def scheme_options(name: str) -> tuple[str, ...]:
@@ -215,7 +218,7 @@ def load_config(location: str | Path) -> ConfigDict:
         raise InputError(f"--config={location} has more words than the file takes: {len(columns)}")
     choices = dict(zip(columns, words, strict=False))
     annotated = {name: choices[name] for name in choices if name in get_config.__annotations__}
-    errors.check_fields(get_config, annotated, f"--config={location}: ")
+    check_fields(get_config, annotated, f"--config={location}: ")
     config = get_config(**choices)
     set_scheme(config, config.attention_init.name)
     return config

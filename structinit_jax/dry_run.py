@@ -85,7 +85,8 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     config_lib.validate(config)
     devices, memory, options = find_target(target) if target else (None, memory_limit(), {})
     data = config.data
-    info = find_info(data.name, data.data_dir or None)
+    with prefixed("config.data: "):
+        info = find_info(data.name, data.data_dir or None)
     with prefixed("config.model: "):
         check_classes(info, config.model.num_classes)
     with prefixed("config.data.train_split: "):

@@ -9,17 +9,19 @@ others are downloaded and prepared by TFDS's own builder; only this needs Tensor
 """
 
 import importlib.util
+import os
 
 import numpy as np
 import tensorflow_datasets as tfds
 from absl import flags
 
 from structinit_jax import command_line
+from structinit_jax.checks import is_reference
 from structinit_jax.command_line import FLAGS
 from structinit_jax.data.builders import find_builder
 from structinit_jax.data.datasets import OPENERS, open_dataset
-from structinit_jax.data.source import Dataset, Folder, ImageSource, expand_user
-from structinit_jax.errors import InputError, is_reference, printable
+from structinit_jax.data.source import Dataset, Folder, ImageSource
+from structinit_jax.errors import InputError, printable
 
 MAX_SHOWN_CLASSES = 10
 MAX_AVERAGED = 1000  # images, which fixes mean and deviation to about 0.01
@@ -43,7 +45,7 @@ def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> No
     """
     if name in OPENERS or is_reference(name):
         return
-    builder = find_builder(name, expand_user(data_dir))
+    builder = find_builder(name, data_dir and os.path.expanduser(data_dir))
     if builder.data_path.exists():
         return
     if importlib.util.find_spec("tensorflow") is None:

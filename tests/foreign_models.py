@@ -73,14 +73,20 @@ def write(params, weights, **given):
 def read(params, num_heads=None):
     """The weights of a model's attention layers, as a scheme returns them."""
     leaves = flatten(params)[0]
-    host = Host(leaves, find_stack(leaves), num_heads)
-    layers = {}
-    for entry in host.entries:
-        shapes = [host.shapes[path] for path in entry.paths]
-        for path, array in zip(entry.paths, entry.decode(leaves[entry.name], shapes), strict=True):
-            layers.setdefault(path, []).append(array)
-    kernels = [layers[f"attention/{field}/kernel"] for field in FIELDS]
-    kernels = [each[0] if host.stack.stacked else np.stack(each) for each in kernels]
+    stack = find_stack(leaves)
+    host = Host(leaves, stack, num_heads)
+    heads = (host.num_heads, host.head_dim)
+    kernels = {field: [] for field in FIELDS}
+    for attention in stack.attentions:
+        names = stack.layout.weights(attention)
+        for i, (field, name) in enumerate(zip(FIELDS, names, strict=True)):
+            kernel = np.asarray(leaves[name])
+            if stack.layout.torch:
+                kernel = np.split(kernel, names.count(name))[names[:i].count(name)].T
+                ends = (*heads, host.width) if field == "out" else (host.width, *heads)
+                kernel = kernel.reshape(ends)
+            kernels[field].append(kernel)
+    kernels = [each[0] if stack.stacked else np.stack(each) for each in kernels.values()]
     table = host.position_table(None)
     return AttentionWeights(
         *kernels, positions=None if table is None else table.rows[table.prefix :]

@@ -88,6 +88,7 @@ def test_sites_without_an_implementation_are_refused(name, site_type):
     [
         (WindowSite, "grid", (3, 0)),
         (RotarySite, "angles", np.zeros((1, 1, 13, 4), np.float32)),
+        (TokenMixingSite, "hidden", 1),
     ],
 )
 def test_sizes_that_no_layer_has_are_refused(site_type, field, value):
@@ -98,8 +99,6 @@ def test_sizes_that_no_layer_has_are_refused(site_type, field, value):
 def test_the_schemes_check_their_options_themselves():
     with pytest.raises(InputError, match=r"^kernel_size=4"):
         attention_init.impulse(kernel_size=4)
-    with pytest.raises(InputError, match=r"^kernel_size=5"):
-        attention_init.impulse(filters=np.ones((1, 3, 3)), kernel_size=5)
     with pytest.raises(TypeError):
         attention_init.mimetic(kernel_size=3)
 

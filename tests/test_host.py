@@ -37,12 +37,6 @@ def test_keras_hub_and_flax(out):
 # -- models that are refused -----------------------------------------------------------------------
 
 
-class Tensor:
-    """What NumPy and JAX see of a torch tensor."""
-
-    dtype, shape = "torch.float32", (3 * WIDTH, WIDTH)
-
-
 class Module:
     def state_dict(self):
         raise AssertionError("its tensors would have to be converted")
@@ -82,32 +76,22 @@ def stages():
     return params
 
 
-def two_models():
-    return {f"{k}.{name}": array for k in "ab" for name, array in state_dict("timm").items()}
-
-
 ONES, WIDE = np.ones(WIDTH, np.float32), np.ones((2 * WIDTH, WIDTH), np.float32)
 REFUSED = {  # what the message says, and the parameters
-    "no attention layers, only nothing": dict,
-    r"attn\.wqkv\..* rename them for": lambda: shapes(body__attn__wqkv=(3, 3)),
     r"attn\.kv\.weight.* other attention is not": lambda: shapes(
         a__attn__kv=(8, 4), a__attn__sr=(4,)
     ),
     r"params is a Module, .* state_dict\(\)": Module,
-    "is a test_host.Tensor, not a NumPy": lambda: dict.fromkeys(state_dict("timm"), Tensor()),
+    "is a builtins.object, not a NumPy": lambda: dict.fromkeys(state_dict("timm"), object()),
     "q_norm.weight may change the attention": lambda: changed(blocks__0__attn__q_norm__weight=ONES),
     "rel_pos.* may change the attention": lambda: changed(rel_pos__mlp__fc1__weight=ONES),
     r"norm1\.weight is not 1": lambda: changed(blocks__1__norm1__weight=2 * ONES),
     "positions: .* width 192: pass": lambda: without("pos_embed"),
-    r"qkv\.weight.*, but no attention layers": lambda: without("blocks.1.attn.qkv"),
     r"\.qkv\.weight .*not supported": lambda: changed(blocks__1__attn__qkv__weight=WIDE),
-    r"^grid: .*\(192, 3, 2, 16, 16\)": lambda: patches(2, 16, 16),
     r"^grid: .*\(192, 3, 16\)": lambda: patches(16),
     r"^grid: time_token": lambda: changed(time_token=np.ones((1, 4, WIDTH), np.float32)),
-    r"qkv\.weight has dtype int8": lambda: integers("blocks.0.attn.qkv.weight"),
     r"attn\.proj\.bias has dtype int8": lambda: integers("blocks.1.attn.proj.bias"),
     "pos_embed has dtype int8": lambda: integers("pos_embed"),
-    r"several models \(a\.blocks\.0\.attn, b\..*\): pass the subtree": two_models,
     "several stages is not supported": stages,
 }
 
@@ -122,10 +106,9 @@ def test_unusable_parameters_are_refused(message):
     ("message", "options"),
     [
         ("^num_heads=5 .* 192 channels", dict(num_heads=5)),
-        ("^num_heads: ", dict(num_heads=None)),
+        ("^num_heads=None", dict(num_heads=None)),
         ("^grid=", dict(grid=(5, 5))),
-        (r"^AttentionSite\.positions", dict(positions=np.zeros((16, 8), np.float32))),
-        (r"^positions has shape \(1, 16, 8\)", dict(positions=np.zeros((1, 16, 8), np.float32))),
+        (r"^AttentionSite\.positions", dict(positions=np.zeros((1, 16, 8), np.float32))),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(message, options):
@@ -140,11 +123,6 @@ def test_a_sequence_of_tokens_is_a_grid_of_one_row():
     assert site_of(params, num_heads=HEADS, grid=(1, 16)).grid == (1, 16)
     new = write(params, AttentionWeights(patch_bias=np.ones(WIDTH)), num_heads=HEADS, grid=(1, 16))
     assert new["patch_embed.proj.bias"].all()
-
-
-def test_a_scheme_that_returns_no_weights_is_refused():
-    with pytest.raises(InputError, match=r"^attention_init returned a function"):
-        interop.initialize(state_dict("timm"), lambda a, b: normal_scheme, RNG, num_heads=HEADS)
 
 
 def test_rotary_positions_beside_a_table_are_reported():

@@ -1,6 +1,4 @@
 import re
-import sys
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +23,7 @@ from scipy.special import softmax
 
 from structinit_jax import interop
 from structinit_jax.attention_init import AttentionWeights, sincos_positions
-from structinit_jax.attention_init.positions import layer_norm
+from structinit_jax.attention_init.sites import layer_norm
 from structinit_jax.interop.layouts import LAYOUTS, flatten
 
 RNG = jax.random.key(0)
@@ -197,40 +195,6 @@ def test_dtypes_and_shardings_stay():
     kernel = new["Transformer"]["encoderblock_0"]["MultiHeadDotProductAttention_0"]["query"]
     assert kernel["kernel"].sharding == sharding
     assert new["pos_embedding"].sharding == replicated
-
-
-class Tensor:
-    """A torch tensor in bfloat16, as far as `interop` uses it."""
-
-    dtype, itemsize, device = "bfloat16", 2, "cuda"
-
-    def __init__(self, values):
-        self.values = values.astype(jnp.bfloat16)
-
-    def detach(self):
-        return self
-
-    cpu = detach
-
-    def is_floating_point(self):
-        return True
-
-    def float(self):
-        return SimpleNamespace(numpy=lambda: self.values.astype(np.float32))
-
-
-def test_torch_tensors_stay_tensors(monkeypatch):
-    new_tensor = SimpleNamespace(from_numpy=lambda new: SimpleNamespace(to=lambda _: Tensor(new)))
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Tensor, **vars(new_tensor)))
-    arrays = {k: v.astype(jnp.bfloat16) for k, v in state_dict("timm").items()}
-    tensors = {k: Tensor(v) for k, v in arrays.items()}
-    new = interop.initialize(tensors, normal_scheme, RNG, num_heads=3)
-    expected = interop.initialize(arrays, normal_scheme, RNG, num_heads=3)
-    assert new.keys() == expected.keys()
-    for name, tensor in new.items():
-        np.testing.assert_array_equal(tensor.values, expected[name])
-    changed = [k for k, v in arrays.items() if not np.array_equal(new[k].values, v)]
-    assert {"pos_embed", "blocks.1.attn.qkv.weight"} <= set(changed)
 
 
 def test_a_given_grid_need_not_be_square():

@@ -131,7 +131,7 @@ def test_a_stopped_iteration_ends_its_threads(host_loader):
     next(batches)
     assert threading.active_count() > before
     batches.close()
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_host_batches_are_random_crops_by_position(mesh):

@@ -1,6 +1,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,8 +20,13 @@ SITE = AttentionSite((7, 5), WIDTH, 3, 16, LAYERS, 0.25, sincos_positions((7, 5)
 RNG = jax.random.key(0)
 
 
+def similar_heads(sizes):
+    none = jnp.zeros((0, *sizes[1:]))
+    return near_identity.append_similar_heads(RNG, sizes, none, none)
+
+
 def test_similar_heads_have_as_much_of_the_identity_as_mimetics_factors():
-    query, key = near_identity.similar_heads(RNG, SITE.sizes)
+    query, key = similar_heads(SITE.sizes)
     products = np.einsum("LDhd,LEhd->LhDE", query, key)
     factors = mimetic()(RNG, SITE)
     best = np.einsum("LDhd,LEhd->LhDE", factors.query, factors.key)
@@ -32,7 +38,7 @@ def test_similar_heads_have_as_much_of_the_identity_as_mimetics_factors():
 
 @pytest.mark.parametrize(("heads", "dim"), [(1, WIDTH), (2, WIDTH + 16)])
 def test_heads_as_wide_as_the_model_attend_to_similar_tokens(heads, dim):
-    query, key = near_identity.similar_heads(RNG, Sizes(LAYERS, WIDTH, heads, dim))
+    query, key = similar_heads(Sizes(LAYERS, WIDTH, heads, dim))
     noise = np.einsum("LDhd,LEhd->LhDE", query, key) - 0.7 * np.eye(WIDTH)
     # All of 0.7 U + 0.7 I, where U is uniform.
     np.testing.assert_allclose(np.abs(noise).max(), 0.7 * (3 / WIDTH) ** 0.5, rtol=0.01)

@@ -11,8 +11,8 @@ from scipy.special import softmax
 
 from structinit_jax import attention_init
 from structinit_jax.attention_init import AttentionSite, published, sincos_positions
-from structinit_jax.attention_init.positions import layer_norm
 from structinit_jax.attention_init.published import draw_pseudo_input
+from structinit_jax.attention_init.sites import layer_norm
 from structinit_jax.attention_init.targets import convolution_maps, impulse_kernels
 
 # Few steps and small models leave the papers' targets out of reach.

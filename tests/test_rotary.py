@@ -73,6 +73,16 @@ def test_every_head_attends_to_its_neighbor_with_the_target_mass(pairs, angles):
         np.testing.assert_allclose(jnp.sqrt(jnp.mean(read**2)), weights.report.norm, rtol=0.01)
 
 
+def test_an_odd_width_has_the_target_mass_too():
+    site = make_site(width=WIDTH + 1)
+    weights = impulse()(RNG, site)
+    np.testing.assert_allclose(np.var(weights.patch_bias), 1, rtol=1e-5)
+    maps = head_maps(weights, site)
+    targets = np.asarray(weights.targets)[np.asarray(weights.filter_index)]
+    mass = (maps * targets).sum((-1, -2)) / targets.any(-1).sum(-1)
+    np.testing.assert_allclose(mass, 0.3, atol=0.02)
+
+
 @pytest.fixture(scope="module")
 def plain():
     return impulse()(RNG, make_site(base_init="pytorch"))

@@ -127,10 +127,10 @@ def test_tables_that_do_not_fit_are_refused(params, rotations):
 
 def test_models_that_the_rotations_do_not_describe_are_refused(params):
     options = dict(num_heads=HEADS, rotations=TABLE)
-    with pytest.raises(InputError, match="positions and rotations exclude each other"):
+    with pytest.raises(InputError, match="the model adds positions to its tokens"):
         interop.initialize(params, scheme, RNG, positions=np.eye(16), **options)
     table = params | {"pos_embed": np.zeros((1, 16, WIDTH), np.float32)}
-    with pytest.raises(InputError, match="adds the positions pos_embed to its tokens"):
+    with pytest.raises(InputError, match="the model adds pos_embed to its tokens"):
         interop.initialize(table, default(), RNG, **options)
     no_bias = {k: v for k, v in params.items() if k != "patch_embed.proj.bias"}
     with pytest.raises(InputError, match=r"has no patch_embed\.proj\.bias, in which"):

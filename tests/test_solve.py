@@ -4,16 +4,18 @@ import pytest
 from scipy.special import softmax
 
 from structinit_jax.attention_init import solve
-from structinit_jax.attention_init.positions import layer_norm, sincos_positions
+from structinit_jax.attention_init.sites import layer_norm, sincos_positions
 from structinit_jax.attention_init.targets import convolution_maps, impulse_kernels
 
 GRID, WIDTH, HEAD_DIM, NORM = (8, 8), 48, 16, 1.0
 SCALE = HEAD_DIM**-0.5
 
 
-def solve_bank(z, targets, head_dim=HEAD_DIM, width=WIDTH, **options):
-    sizes = dict(head_dim=head_dim, qk_scale=head_dim**-0.5, width=width)
-    return solve.solve_bank(np.asarray(z), targets, **sizes, **options)
+def solve_bank(z, targets, norm=None, head_dim=HEAD_DIM, width=WIDTH, **options):
+    start = solve.start_factors(np.asarray(z), targets, head_dim)
+    sizes = dict(head_dim=head_dim, qk_scale=head_dim**-0.5)
+    norm = norm or solve.start_norm(**sizes, width=width)
+    return solve.solve(start, z, targets, norm, **sizes, **options)
 
 
 def attention_maps(x, query, key):
@@ -47,18 +49,13 @@ def test_report_is_true_of_the_maps_that_the_weights_make(solved):
     assert report.hit_rate == 1
 
 
-def test_a_target_mass_is_reached_for_every_filter(solved):
+@pytest.mark.parametrize(("mass", "tolerance"), [(0.6, 0.01), (0.05, 1e-3)])
+def test_a_target_mass_is_reached_for_every_filter(solved, mass, tolerance):
+    """Soft maps peak where sharp ones do."""
     _, z, _, targets, _ = solved
-    *factors, _ = solve_bank(z, targets, target_mass=0.6)
+    *factors, report = solve_bank(z, targets, target_mass=mass)
     maps = jnp.asarray(attention_maps(z, *factors))
-    np.testing.assert_allclose(solve.overlap(jnp.asarray(targets), maps), 0.6, atol=0.01)
-
-
-def test_soft_maps_peak_where_sharp_ones_do(solved):
-    _, z, _, targets, _ = solved
-    *factors, report = solve_bank(z, targets, target_mass=0.05)
-    maps = jnp.asarray(attention_maps(z, *factors))
-    np.testing.assert_allclose(solve.overlap(jnp.asarray(targets), maps), 0.05, atol=1e-3)
+    np.testing.assert_allclose(solve.overlap(jnp.asarray(targets), maps), mass, atol=tolerance)
     assert report.hit_rate == 1
 
 
@@ -74,6 +71,6 @@ def test_heads_of_few_channels_reach_a_target_mass():
 def test_part_of_the_rows_determines_the_solution(solved, monkeypatch):
     _, z, _, targets, bank = solved
     monkeypatch.setattr(solve, "MAX_ROWS", 32)
-    *factors, _ = solve_bank(z, targets, norm=NORM)
+    *factors, _ = solve_bank(z, targets, norm=NORM, steps=solve.STEPS + 1)  # not the cached program
     loss = np.mean((targets - attention_maps(z, *factors)) ** 2)
     np.testing.assert_allclose(loss, bank[2].loss, rtol=0.15)

@@ -13,7 +13,7 @@ import structinit_jax
 from structinit_jax import attention_init
 from structinit_jax.attention_init.draws import draw_flat
 
-HEAVY = {"grain", "sklearn", "tensorflow", "tensorflow_datasets"}
+HEAVY = {"sklearn", "tensorflow", "tensorflow_datasets"}
 
 
 def test_heavy_libraries_are_imported_only_where_they_are_used():

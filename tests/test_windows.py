@@ -61,7 +61,10 @@ def test_given_kernels_are_mixed_with_a_uniform_floor():
 
 
 def test_offsets_that_do_not_exist_in_the_window_go_to_no_head():
-    row = impulse()(RNG, dataclasses.replace(SITE, grid=(1, 3)))
+    three = dataclasses.replace(SITE, grid=(1, 3))
+    with pytest.raises(ValueError, match=r"^target_mass=0\.3"):  # uniform attention pays 1 / 3
+        impulse()(RNG, three)
+    row = impulse(target_mass=0.5)(RNG, three)
     assert set(np.unique(row.filter_index)) == {3, 4, 5}
     assert row.bias.shape == (6, 5, 3)
     single = impulse()(RNG, dataclasses.replace(SITE, grid=(1, 1)))

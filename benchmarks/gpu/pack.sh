@@ -7,7 +7,7 @@ cd "$(dirname "$0")/../.."
 # What the trainer needs beside JAX, Flax, Optax, Orbax, PyTorch and matplotlib.
 packages=(
   array_record beartype clu cykooz-resizer dm-tree docstring-parser etils googleapis-common-protos
-  grain immutabledict importlib_resources jaxtyping ml-collections portpicker promise
+  immutabledict importlib_resources jaxtyping ml-collections portpicker promise
   simple-parsing simplejpeg tensorboardX tensorflow-datasets tensorflow-metadata termcolor toml
 )
 rm -rf .gpu

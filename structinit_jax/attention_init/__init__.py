@@ -18,23 +18,23 @@ Each kind of site has a module with its schemes:
 - `RotarySite`: attention with rotary positions only (`rotary`).
 - `WindowSite`: attention within windows, as in Swin (`windows`).
 - `TokenMixingSite`: token-mixing MLPs, as in MLP-Mixer (`token_mixing`).
-- `ConvSite`: depthwise convolutions, as in ConvMixer (`convolution`).
+- `ConvSite`: depthwise convolutions, as in ConvMixer (`token_mixing`).
 
 Symbols follow the papers: N tokens on a grid, width D, h heads of d = D / h channels, L layers, F
 filters, kernel size f, positions P [N, D], X = LayerNorm(P), σ = d^-1/2, Q and K [D, d] of a head,
 target map H [N, N] of a convolution, attention map M = softmax(σ X Q Kᵀ Xᵀ) [N, N].
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from structinit_jax.attention_init import (
     absolute,
-    convolution,
     draws,
     near_identity,
     published,
@@ -42,7 +42,6 @@ from structinit_jax.attention_init import (
     token_mixing,
     windows,
 )
-from structinit_jax.attention_init.positions import sincos_positions
 from structinit_jax.attention_init.published import PseudoInput
 from structinit_jax.attention_init.rotary import rotary_angles
 from structinit_jax.attention_init.sites import (
@@ -58,15 +57,11 @@ from structinit_jax.attention_init.sites import (
     TokenMixingWeights,
     Weights,
     WindowSite,
+    sincos_positions,
 )
 from structinit_jax.attention_init.targets import FilterArray, OddInt, OpenFraction
-from structinit_jax.errors import (
-    InputError,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    check_fields,
-)
+from structinit_jax.checks import NonNegativeFloat, PositiveFloat, PositiveInt, check_fields
+from structinit_jax.errors import InputError
 
 
 def impulse(
@@ -93,11 +88,10 @@ def impulse(
 
     Args:
       kernel_size: Kernel size f of the impulses, odd. A `ConvSite` has its own.
-      filters: Kernels [F, f, f] to use instead of impulses.
+      filters: Kernels [F, f, f] to use instead of impulses, whatever the kernel size.
       dilation: Distance in tokens between neighboring taps of a kernel.
       target_mass: Share of its attention that a token pays to the target, which sets how sharp the
-        maps are. Uniform attention to N tokens pays 1 / N to an impulse. Smaller masses raise an
-        error, except at a `WindowSite`, whose maps are then uniform.
+        maps are. It must be larger than that of uniform attention, 1 / N on an impulse.
       replace_positions: Whether a sin-cos encoding replaces learned positions. If false, learned
         positions are multiplied by 18, as in 2025, and the weights are solved for these.
 
@@ -108,13 +102,14 @@ def impulse(
       InputError: An option is invalid. The scheme raises it if an option does not fit the site.
     """
     options = dict(locals())
-    kernels = ("kernel_size", "filters", "dilation")
+    kernels = dict(kernel_size=kernel_size, filters=filters, dilation=dilation)
+    maps = dict(kernels, target_mass=target_mass)
     functions = {
-        AttentionSite: (absolute.impulse, (*kernels, "target_mass", "replace_positions")),
-        RotarySite: (rotary.impulse, (*kernels, "target_mass")),
-        WindowSite: (windows.impulse, (*kernels, "target_mass")),
-        TokenMixingSite: (token_mixing.impulse, kernels),
-        ConvSite: (convolution.impulse, ("filters",)),
+        AttentionSite: partial(absolute.impulse, **maps, replace_positions=replace_positions),
+        RotarySite: partial(rotary.impulse, **maps),
+        WindowSite: partial(windows.impulse, **maps),
+        TokenMixingSite: partial(token_mixing.mlp_impulse, **kernels),
+        ConvSite: partial(token_mixing.conv_impulse, filters=filters),
     }
     return _by_site(impulse, options, functions)
 
@@ -135,8 +130,8 @@ def impulse_mimetic(
     """
     options = dict(locals())
     functions = {
-        AttentionSite: (functools.partial(absolute.impulse, half=True), tuple(options)),
-        RotarySite: (functools.partial(rotary.impulse, half=True), tuple(options)),
+        AttentionSite: partial(absolute.impulse, **options, half=True),
+        RotarySite: partial(rotary.impulse, **options, half=True),
     }
     return _by_site(impulse_mimetic, options, functions)
 
@@ -171,10 +166,17 @@ def impulse_2024(
         and f² its box filters.
     """
     options = dict(locals())
-    attention = [option for option in options if option != "taps"]
     functions = {
-        AttentionSite: (published.impulse_2024, tuple(attention)),
-        ConvSite: (convolution.impulse_2024, ("taps",)),
+        AttentionSite: partial(
+            published.impulse_2024,
+            kernel_size=kernel_size,
+            same_layers=same_layers,
+            first_input=first_input,
+            following_input=following_input,
+            max_steps=max_steps,
+            rescale=rescale,
+        ),
+        ConvSite: partial(token_mixing.conv_impulse_2024, taps=taps),
     }
     return _by_site(impulse_2024, options, functions)
 
@@ -201,10 +203,11 @@ def impulse_2025(
       target_scale: Logit of the target. Only its ratio to `target_noise` matters.
       target_noise: Factor on the noise of the other logits.
       replace_positions: Whether a sin-cos encoding replaces learned positions, as in `impulse`; the
-        program keeps them.
+        program keeps them. The closed form needs positions of rank d: a sin-cos encoding has less,
+        and leaves the maps of wide heads nearly uniform.
     """
     options = dict(locals())
-    functions = {AttentionSite: (published.impulse_2025, tuple(options))}
+    functions = {AttentionSite: partial(published.impulse_2025, **options)}
     return _by_site(impulse_2025, options, functions)
 
 
@@ -229,12 +232,12 @@ def mimetic(
       value_scale: Factor on V and on the output projection.
     """
     options = dict(locals())
-    scales = ("query_key_scale", "value_scale")
+    scales = dict(query_key_scale=query_key_scale, value_scale=value_scale)
     functions = {
-        AttentionSite: (near_identity.mimetic, tuple(options)),
-        RotarySite: (near_identity.mimetic, scales),
-        WindowSite: (near_identity.mimetic, scales),
-        TokenMixingSite: (token_mixing.mimetic, ()),
+        AttentionSite: partial(near_identity.mimetic, **options),
+        RotarySite: partial(near_identity.mimetic, **scales),
+        WindowSite: partial(near_identity.mimetic, **scales),
+        TokenMixingSite: partial(token_mixing.mlp_mimetic),
     }
     return _by_site(mimetic, options, functions)
 
@@ -252,13 +255,13 @@ def default(
     `defaulta_b_c` compares initializations at equal norms.
     """
     options = dict(locals())
-    scales = ("query_key_scale", "value_scale")
+    scales = dict(query_key_scale=query_key_scale, value_scale=value_scale)
     functions = {
-        AttentionSite: (draws.default, tuple(options)),
-        RotarySite: (draws.default, scales),
-        WindowSite: (draws.default, scales),
-        TokenMixingSite: (token_mixing.default, ()),
-        ConvSite: (convolution.default, ()),
+        AttentionSite: partial(draws.default, **options),
+        RotarySite: partial(draws.default, **scales),
+        WindowSite: partial(draws.default, **scales),
+        TokenMixingSite: partial(lambda rng, site: TokenMixingWeights()),  # the model keeps its own
+        ConvSite: partial(token_mixing.conv_default),
     }
     return _by_site(default, options, functions)
 
@@ -276,24 +279,22 @@ SCHEMES: dict[str, Callable[..., AttentionInit]] = {
 def _by_site(
     scheme: Callable[..., AttentionInit],
     options: Mapping[str, Any],
-    functions: Mapping[type, tuple[Callable[..., Weights], tuple[str, ...]]],
+    functions: Mapping[type, partial[Weights]],
 ) -> AttentionInit:
     """Checks a scheme's options, and returns its `(rng, site) -> weights`.
 
-    This calls the function for the site's type. Each function comes with the names of the options
-    that it takes. Others are refused unless they have the default value of the scheme's signature.
+    This calls the function for the site's type. Options that are not among the function's keywords
+    are refused unless they have their default values.
     """
     check_fields(scheme, options, "")
-    defaults = inspect.unwrap(scheme).__kwdefaults__  # type checkers wrap it in the tests
-    changed = [
-        name
+    parameters = inspect.signature(scheme).parameters
+    changed = {
+        name: value
         for name, value in options.items()
-        if value is not defaults[name] and (defaults[name] is None or value != defaults[name])
-    ]
-    if {"filters", "kernel_size"} <= set(changed):
-        raise InputError(
-            f"kernel_size={options['kernel_size']} is for impulses: leave it out, or the filters"
+        if not (
+            value is parameters[name].default or np.array_equal(value, parameters[name].default)
         )
+    }
     if options.get("replace_positions") and "position_scale" in changed:
         raise InputError(
             f"position_scale={options['position_scale']} is for learned positions that are kept: "
@@ -305,14 +306,12 @@ def _by_site(
         if type(site) not in functions:
             known = ", ".join(site_type.__name__ for site_type in functions)
             raise InputError(f"{scheme.__name__} is for {known}, not for a {kind}: use 'default'")
-        function, names = functions[type(site)]
-        for name in changed:
-            if name not in names:
-                value = options[name]
-                raise InputError(f"{name}={value!r} does not apply to a {kind}: leave it out")
+        function = functions[type(site)]
+        for name in changed.keys() - function.keywords.keys():
+            raise InputError(f"{name}={changed[name]!r} does not apply to a {kind}: leave it out")
         # TPUs would multiply in bfloat16: too coarse for a solve, and their compiler crashes on it.
         with jax.default_matmul_precision("highest"):
-            return function(rng, site, **{name: options[name] for name in names})
+            return function(rng, site)
 
     return init
 

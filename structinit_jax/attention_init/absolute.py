@@ -21,16 +21,25 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init.draws import random_rotations
 from structinit_jax.attention_init.near_identity import append_similar_heads, value_and_projection
-from structinit_jax.attention_init.positions import layer_norm, sincos_positions
-from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, Sizes
+from structinit_jax.attention_init.sites import (
+    AttentionSite,
+    AttentionWeights,
+    Sizes,
+    layer_norm,
+    start_positions,
+    trained_positions,
+)
 from structinit_jax.attention_init.solve import (
     learned_row_space,
     require_above_uniform,
     row_space,
-    solve_bank,
+    solve,
+    start_factors,
+    start_norm,
     warn_if_out_of_reach,
 )
 from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps
+from structinit_jax.errors import InputError
 
 POSITION_SCALE = 18.0  # of learned positions that are kept, as in the 2025 paper
 # Learned positions start as noise of full rank. Their closed form is near the solution already, and
@@ -56,26 +65,30 @@ def impulse(
     """
     targets = filter_maps(site.grid, kernel_size, filters, dilation)
     require_above_uniform(target_mass, targets)
-    replaced = replace_positions and site.positions_trainable
-    positions = sincos_positions(site.grid, site.width) if replaced else site.require_positions()
-    options = dict(head_dim=site.head_dim, qk_scale=site.qk_scale, width=site.width)
-    scale = None
-    if site.positions_trainable and not replaced:
-        scale = POSITION_SCALE
-        z, basis = learned_row_space(layer_norm(scale * jnp.asarray(positions, jnp.float32)))
-        options |= LEARNED_SOLVE
+    new_positions = trained_positions(site, replace=replace_positions, scale=POSITION_SCALE)
+    positions = start_positions(site, new_positions)
+    options = {}
+    if "position_scale" in new_positions:
+        z, basis = learned_row_space(layer_norm(jnp.asarray(positions)))
+        options = LEARNED_SOLVE
+    elif isinstance(positions, jax.core.Tracer):
+        raise InputError("AttentionSite.positions are traced, but fixed ones need to have values")
     else:
         z, basis = row_space(layer_norm(np.asarray(positions)))
-    *factors, report = solve_bank(z, targets, target_mass=target_mass, **options)
+    *factors, report = solve(
+        start_factors(z, targets, site.head_dim),
+        z,
+        targets,
+        start_norm(site.head_dim, site.qk_scale, site.width),
+        head_dim=site.head_dim,
+        qk_scale=site.qk_scale,
+        target_mass=target_mass,
+        **options,
+    )
     num_impulse = -(-site.num_layers // 2) if half else site.num_layers
     weights = _draw_weights(rng, factors, basis, sizes=site.sizes, num_impulse=num_impulse)
     warn_if_out_of_reach(report)
-    return weights._replace(
-        positions=jnp.asarray(positions) if replaced else None,
-        report=report,
-        targets=targets,
-        position_scale=scale,
-    )
+    return weights._replace(report=report, targets=targets, **new_positions)
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "num_impulse"))

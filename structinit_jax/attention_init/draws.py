@@ -9,8 +9,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from structinit_jax.attention_init.positions import trained_positions
-from structinit_jax.attention_init.sites import AttentionStack, AttentionWeights, Sizes
+from structinit_jax.attention_init.sites import (
+    AttentionStack,
+    AttentionWeights,
+    Sizes,
+    rescale,
+)
 
 
 def draw_flat(
@@ -44,26 +48,9 @@ def random_rotations(rng: PRNGKeyArray, shape: tuple[int, ...]) -> Float[Array, 
 # -- the base initialization -----------------------------------------------------------------------
 
 
-def default(
-    rng: PRNGKeyArray,
-    site: AttentionStack,
-    *,
-    replace_positions: bool = False,
-    position_scale: float = 1.0,
-    query_key_scale: float = 1.0,
-    value_scale: float = 1.0,
-) -> AttentionWeights:
-    """Draws all weights as the site's `base_init` does, and multiplies them by the factors."""
-    weights = base_weights(rng, site.sizes, site.base_init)
-    positions, scale = trained_positions(site, replace=replace_positions, scale=position_scale)
-    return AttentionWeights(
-        query_key_scale * weights.query,
-        query_key_scale * weights.key,
-        value_scale * weights.value,
-        value_scale * weights.out,
-        positions,
-        position_scale=scale,
-    )
+def default(rng: PRNGKeyArray, site: AttentionStack, **options) -> AttentionWeights:
+    """Draws all weights as the site's `base_init` does; for the options see `rescale`."""
+    return rescale(base_weights(rng, site.sizes, site.base_init), site, **options)
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "base_init"))

@@ -1,7 +1,7 @@
 """Weights whose products are near a multiple of the identity, as in mimetic initialization.
 
-`mimetic` (Trockman & Kolter 2023) factors such products by SVD. `similar_heads` and
-`value_and_projection` are cheaper forms of the same, for `impulse_mimetic` and `impulse`.
+`mimetic` (Trockman & Kolter 2023) factors such products by SVD. `append_similar_heads`
+and `value_and_projection` are cheaper forms of the same, for `impulse_mimetic` and `impulse`.
 """
 
 import functools
@@ -11,8 +11,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init.draws import draw_flat, permutations, random_rotations
-from structinit_jax.attention_init.positions import trained_positions
-from structinit_jax.attention_init.sites import AttentionStack, AttentionWeights, Sizes
+from structinit_jax.attention_init.sites import (
+    AttentionStack,
+    AttentionWeights,
+    Sizes,
+    rescale,
+)
 from structinit_jax.errors import InputError
 
 
@@ -31,34 +35,18 @@ def near_identity(
     return noise * uniform + identity * eye
 
 
-def mimetic(
-    rng: PRNGKeyArray,
-    site: AttentionStack,
-    *,
-    replace_positions: bool = False,
-    position_scale: float = 1.0,
-    query_key_scale: float = 1.0,
-    value_scale: float = 1.0,
-) -> AttentionWeights:
+def mimetic(rng: PRNGKeyArray, site: AttentionStack, **options) -> AttentionWeights:
     """Trockman & Kolter (2023): Q Kᵀ = 0.7 U + 0.7 I per head and V Proj ≈ -0.4 I, by SVD.
 
     The programs of 2024 and 2025 store the factors of V Proj untransposed as PyTorch weights, which
-    makes heads equally strong; so does this function.
+    makes heads equally strong; so does this function. For the options see `rescale`.
     """
     qk_rng, vo_rng = jax.random.split(rng)
     value, out = mimetic_vo(vo_rng, site, transposed=True)
     shape = (site.num_layers, site.num_heads, site.width)
     products = near_identity(qk_rng, shape, noise=0.7, identity=0.7)
     query, key = (jnp.moveaxis(f, 1, 2) for f in split_product(products, site.head_dim))
-    positions, scale = trained_positions(site, replace=replace_positions, scale=position_scale)
-    return AttentionWeights(
-        query_key_scale * query,
-        query_key_scale * key,
-        value_scale * value,
-        value_scale * out,
-        positions,
-        position_scale=scale,
-    )
+    return rescale(AttentionWeights(query, key, value, out), site, **options)
 
 
 def mimetic_vo(
@@ -106,18 +94,24 @@ def split_product(
 # -- without SVDs ----------------------------------------------------------------------------------
 
 
-def similar_heads(
-    rng: PRNGKeyArray, sizes: Sizes
+def append_similar_heads(
+    rng: PRNGKeyArray,
+    sizes: Sizes,
+    query: Float[Array, "l D h d"],
+    key: Float[Array, "l D h d"],
 ) -> tuple[Float[Array, "L D h d"], Float[Array, "L D h d"]]:
-    """Returns Q and K of heads that attend to similar tokens.
+    """Appends Q and K of heads that attend to similar tokens, up to the L layers of `sizes`.
 
     As in `mimetic`, but without its SVD: Q Kᵀ = W Wᵀ A projects A = 0.7 U + 0.7 I onto d
     orthonormal columns W close to its leading singular vectors. These columns come from four
     subspace iterations, which keep 93 to 98 % of the energy that the SVD keeps at widths 96 to 768;
     the SVDs of half of ViT-B take half a minute on a CPU.
     """
+    num_similar = sizes.num_layers - len(query)
+    if not num_similar:
+        return query, key
     noise_rng, start_rng = jax.random.split(rng)
-    heads = (sizes.num_layers, sizes.num_heads, sizes.width)
+    heads = (num_similar, sizes.num_heads, sizes.width)
     a = near_identity(noise_rng, heads, noise=0.7, identity=0.7)
 
     def iterate(_, w):
@@ -137,20 +131,8 @@ def similar_heads(
     projected = jnp.swapaxes(a, -1, -2) @ w
     length = jnp.linalg.norm(projected, axis=(-2, -1), keepdims=True)
     balance = (length / sizes.head_dim**0.5) ** 0.5
-    return jnp.moveaxis(balance * w, 1, 2), jnp.moveaxis(projected / balance, 1, 2)
-
-
-def append_similar_heads(
-    rng: PRNGKeyArray,
-    sizes: Sizes,
-    query: Float[Array, "l D h d"],
-    key: Float[Array, "l D h d"],
-) -> tuple[Float[Array, "L D h d"], Float[Array, "L D h d"]]:
-    """Appends Q and K of `similar_heads` for the last layers, up to the L of the sizes."""
-    num_similar = sizes.num_layers - len(query)
-    if not num_similar:
-        return query, key
-    similar_query, similar_key = similar_heads(rng, sizes._replace(num_layers=num_similar))
+    similar_query = jnp.moveaxis(balance * w, 1, 2)
+    similar_key = jnp.moveaxis(projected / balance, 1, 2)
     return jnp.concatenate([query, similar_query]), jnp.concatenate([key, similar_key])
 
 

@@ -11,12 +11,14 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init.draws import trunc_normal
 from structinit_jax.attention_init.near_identity import mimetic_vo, split_product
-from structinit_jax.attention_init.positions import (
+from structinit_jax.attention_init.sites import (
+    AttentionSite,
+    AttentionWeights,
+    SolveReport,
     layer_norm,
-    sincos_positions,
+    start_positions,
     trained_positions,
 )
-from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, SolveReport
 from structinit_jax.attention_init.solve import report_on_maps, warn_if_out_of_reach
 from structinit_jax.attention_init.targets import filter_maps
 
@@ -46,8 +48,8 @@ def impulse_2024(
     replaced by the sin-cos encoding. At equal norms, `impulse` gets closer to the targets, and much
     faster.
     """
-    trainable = site.positions_trainable
-    positions = sincos_positions(site.grid, site.width) if trainable else site.require_positions()
+    new_positions = trained_positions(site, replace=True, scale=1.0)
+    positions = jnp.asarray(start_positions(site, new_positions))
     offset_rng, input_rng, solve_rng = jax.random.split(rng, 3)
     targets = jnp.asarray(filter_maps(site.grid, kernel_size))
     shared = 1 + (first_input != following_input) if same_layers else site.num_layers
@@ -55,7 +57,7 @@ def impulse_2024(
     filter_index = jax.random.randint(offset_rng, (num_solved, site.num_heads), 0, len(targets))
     names = [first_input] + [following_input] * (num_solved - 1)
     inputs = [
-        draw_pseudo_input(rng, name, jnp.asarray(positions))
+        draw_pseudo_input(rng, name, positions)
         for rng, name in zip(jax.random.split(input_rng, num_solved), names, strict=True)
     ]
     options = dict(
@@ -72,10 +74,10 @@ def impulse_2024(
     return AttentionWeights(
         query[layer],
         key[layer],
-        positions=jnp.asarray(positions) if trainable else None,
         report=report,
         filter_index=filter_index[layer],
         targets=targets,
+        **new_positions,
     )
 
 
@@ -174,8 +176,7 @@ def impulse_2025(
     elsewhere; `factor_logits` gives Q and K. Offsets go to heads in a fixed order, center first. V
     and projection are mimetic, with heads sorted by singular values, as in the program.
     """
-    positions, scale = trained_positions(site, replace=replace_positions, scale=position_scale)
-    inputs = site.require_positions() if positions is None else positions
+    new_positions = trained_positions(site, replace=replace_positions, scale=position_scale)
     noise_rng, vo_rng, _ = jax.random.split(rng, 3)
     targets = jnp.asarray(filter_maps(site.grid))
     order = CENTER_FIRST
@@ -185,7 +186,7 @@ def impulse_2025(
     filter_index = jnp.asarray(np.tile(order, (site.num_layers, 1)), jnp.int32)
     query, key, report = _solve_2025(
         noise_rng,
-        layer_norm((scale or 1) * jnp.asarray(inputs), PSEUDO_INPUT_EPSILON),
+        layer_norm(jnp.asarray(start_positions(site, new_positions)), PSEUDO_INPUT_EPSILON),
         targets,
         filter_index,
         target_scale,
@@ -201,11 +202,10 @@ def impulse_2025(
         key,
         value_scale * value,
         value_scale * out,
-        positions,
         report=report,
         filter_index=filter_index,
         targets=targets,
-        position_scale=scale,
+        **new_positions,
     )
 
 

@@ -1,27 +1,28 @@
-"""Sites, which describe a stack of layers to a scheme, and the weights that a scheme returns."""
+"""Sites, which describe a stack of layers to a scheme, and the weights that a scheme returns.
+
+Also the sin-cos position encoding, and what schemes do with the positions of a site.
+"""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from structinit_jax.errors import (
-    Check,
-    InputError,
-    PositiveFloat,
-    PositiveInt,
-    check_fields,
-    is_count,
-)
+from structinit_jax.checks import Check, PositiveFloat, PositiveInt, check_fields, is_count
+from structinit_jax.errors import InputError
+
+# -- sites -----------------------------------------------------------------------------------------
 
 GRID = Check(
     "a tuple (rows, cols) of two positive whole numbers",
     lambda x: isinstance(x, tuple) and len(x) == 2 and all(map(is_count, x)),
 )
 Grid = Annotated[tuple[int, int], GRID]
+PairedUnits = Annotated[int, Check("a whole number, 2 or more", lambda x: is_count(x, 2))]
 
 
 def check_shape(field: str, array: Any, expected: tuple[int, ...]) -> None:
@@ -157,7 +158,7 @@ class TokenMixingSite(_Site):
     """Stack of equal token-mixing MLPs with exact GELU, as in MLP-Mixer."""
 
     grid: Grid  # rows and columns of the N tokens, in row-major order
-    hidden: PositiveInt  # hidden units of one MLP
+    hidden: PairedUnits  # hidden units of one MLP
     num_layers: PositiveInt  # L
 
 
@@ -168,6 +169,9 @@ class ConvSite(_Site):
     kernel_size: PositiveInt  # height and width f, odd or even
     width: PositiveInt  # channels D, each with its own filter
     num_layers: PositiveInt  # L
+
+
+# -- weights ---------------------------------------------------------------------------------------
 
 
 class SolveReport(NamedTuple):
@@ -198,7 +202,7 @@ class AttentionWeights(NamedTuple):
     key: Float[Array, "L D h d"] | None = None
     value: Float[Array, "L D h d"] | None = None
     out: Float[Array, "L h d D"] | None = None  # the output projection
-    positions: Float[Array, "N D"] | None = None  # of a trainable position encoding
+    positions: Float[Array | np.ndarray, "N D"] | None = None  # of a trainable position encoding
     report: SolveReport | None = None
     # Index of each head's filter in `targets`, for the first l ≤ L layers; the others have none.
     filter_index: Int[Array, "l h"] | None = None
@@ -230,3 +234,84 @@ Site = AttentionSite | RotarySite | WindowSite | TokenMixingSite | ConvSite
 Weights = AttentionWeights | TokenMixingWeights | ConvWeights
 AttentionInit = Callable[[jax.Array, Site], Weights]
 """Function `(rng, site) -> weights`: pure, and traceable by jit, vmap and eval_shape."""
+
+
+# -- positions -------------------------------------------------------------------------------------
+
+
+def sincos_positions(
+    grid: tuple[int, int], width: int, convention: str = "timm"
+) -> Float[np.ndarray, "N D"]:
+    """Returns the 2-D sine-cosine encoding of a grid (rows, cols), tokens in row-major order.
+
+    'timm' is timm's `build_sincos2d_pos_embed`, which the 2024 paper uses: channels sin y, sin x,
+    cos y, cos x and frequencies 10,000^(-4 i / D), i = 0 … D/4 - 1. 'big_vision' has channels
+    sin x, cos x, sin y, cos y and frequencies 10,000^(-i / (D/4 - 1)). Raises `InputError` unless
+    the width D is a multiple of 4 and at least 8.
+    """
+    if width % 4 or width < 8:
+        raise InputError(
+            f"width={width}: sin-cos positions need a width of at least 8 that is divisible by 4: "
+            "change the width, or use learned positions and a scheme that keeps them, such as "
+            "'default' or mimetic(replace_positions=False)"
+        )
+    if convention not in ("timm", "big_vision"):
+        raise InputError(f"convention={convention!r}: choose 'timm' or 'big_vision'")
+    quarter = width // 4
+    steps = quarter if convention == "timm" else quarter - 1
+    frequencies = 10_000.0 ** -(np.arange(quarter) / steps)
+    y, x = np.meshgrid(*map(np.arange, grid), indexing="ij")
+    y, x = (axis.reshape(-1, 1) * frequencies for axis in (y, x))
+    if convention == "timm":
+        channels = [np.sin(y), np.sin(x), np.cos(y), np.cos(x)]
+    else:
+        channels = [np.sin(x), np.cos(x), np.sin(y), np.cos(y)]
+    return np.concatenate(channels, axis=1).astype(np.float32)
+
+
+def trained_positions(site: AttentionStack, *, replace: bool, scale: float) -> dict[str, Any]:
+    """Returns the fields of `AttentionWeights` that set or scale a site's trainable positions.
+
+    These are `positions` or `position_scale`. Fixed positions stay as they are.
+    """
+    if not isinstance(site, AttentionSite) or not site.positions_trainable:
+        return {}
+    if replace:
+        return dict(positions=sincos_positions(site.grid, site.width))
+    return dict(position_scale=scale) if scale != 1 else {}
+
+
+def rescale(
+    weights: AttentionWeights,
+    site: AttentionStack,
+    *,
+    replace_positions: bool = False,
+    position_scale: float = 1.0,
+    query_key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> AttentionWeights:
+    """Multiplies Q, K, V and projection by factors, and sets or scales positions."""
+    return AttentionWeights(
+        query_key_scale * weights.query,
+        query_key_scale * weights.key,
+        value_scale * weights.value,
+        value_scale * weights.out,
+        **trained_positions(site, replace=replace_positions, scale=position_scale),
+    )
+
+
+def start_positions(
+    site: AttentionSite, new: Mapping[str, Any]
+) -> Float[Array | np.ndarray, "N D"]:
+    """Returns the positions that a model starts with, given its `trained_positions`."""
+    if "positions" in new:
+        return new["positions"]
+    return new.get("position_scale", 1) * site.require_positions()
+
+
+def layer_norm(x: Float[Array | np.ndarray, "N D"], epsilon: float = 1e-6):
+    """Applies LayerNorm without scale and bias: in float64 for a NumPy array, else in float32."""
+    xp, dtype = (np, np.float64) if isinstance(x, np.ndarray) else (jnp, jnp.float32)
+    x = x.astype(dtype)
+    x = x - x.mean(axis=1, keepdims=True)
+    return x / xp.sqrt((x * x).mean(axis=1, keepdims=True) + epsilon)

@@ -29,9 +29,6 @@ MIN_HIT_RATE = 0.75  # below it, a warning says that the targets are out of reac
 # Directions weaker than this, relative to the strongest, cannot move a map at a reasonable norm.
 RANK_TOLERANCE = 1e-4
 START_REGULARIZATION = 1e-3  # of the pseudo-inverse, relative to the strongest direction
-# σ d norm² D at the start of a solve for a target mass. Logits are proportional to it, and sharp
-# maps need about 200 on 7×7 tokens and 850 on 24×24, at any width and number of heads.
-START_SHARPNESS = 128
 # Rows of the maps in the loss. All rows of a filter pose the same problem at different places, so
 # on a larger grid an evenly spaced subset determines the solution.
 MAX_ROWS = 1024
@@ -100,15 +97,28 @@ def start_factors(
     return u[..., :rank] * root, xp.swapaxes(vt, -1, -2)[..., :rank] * root
 
 
-def solve_bank(
+def start_norm(head_dim: int, qk_scale: float, width: int) -> float:
+    """Returns the norm at the start of a solve for a target mass, at which σ d norm² D = 128.
+
+    Logits are proportional to this product. Sharp maps need about 200 on 7×7 tokens and 850 on
+    24×24, at any width and number of heads.
+    """
+    return (128 / (qk_scale * head_dim * width)) ** 0.5
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("head_dim", "qk_scale", "target_mass", "learning_rate", "sharp_mass", "steps"),
+)
+def solve(
+    start: tuple[Float[np.ndarray | Array, "F r k"], Float[np.ndarray | Array, "F r k"]],
     z: Float[np.ndarray | Array, "N r"],
-    targets: Float[np.ndarray, "F N N"],
+    targets: Float[np.ndarray | Array, "F N N"],
+    norm: float | Float[Array, ""],
     *,
     head_dim: int,
     qk_scale: float,
-    width: int,
     target_mass: float | None = None,
-    norm: float | None = None,
     learning_rate: float = LEARNING_RATE,
     sharp_mass: float = SHARP_MASS,
     steps: int = STEPS,
@@ -116,50 +126,19 @@ def solve_bank(
     """Minimizes the mean of (H - M)² (2024, equation 8) for each target H; returns BᵀQ and BᵀK.
 
     How sharp the maps are depends on the norm of Q and K, the root mean square of the norms of
-    their d columns. Pass it, or a `target_mass`, to which the norm of each filter is adjusted. Only
-    directions are optimized, from `start_factors`; for a target mass below `sharp_mass`, they are
-    those of that mass, and then the norm is lowered.
+    their d columns. It stays at `norm`, or if there is a `target_mass`, is adjusted to it for each
+    filter from there (`start_norm`). Only directions are optimized, from `start`
+    (`start_factors`); for a target mass below `sharp_mass`, they are those of that mass, and then
+    the norm is lowered.
     """
-    if norm is None:
-        norm = (START_SHARPNESS / (qk_scale * head_dim * width)) ** 0.5
-    rows = np.linspace(0, len(z) - 1, min(len(z), MAX_ROWS)).round().astype(int)
-    start = start_factors(z, targets, head_dim)
-    sizes = dict(head_dim=head_dim, qk_scale=qk_scale, steps=steps)
-    options = (norm, target_mass, learning_rate, sharp_mass)
-    return _solve(start, z[rows], z, targets[:, rows], *options, **sizes)
-
-
-def require_above_uniform(target_mass: float, targets: Float[np.ndarray, "F N N"]) -> None:
-    """Raises `InputError` for a target mass that uniform attention already exceeds."""
-    rows = (targets.max(axis=-1) > 0).sum()
-    uniform = float(np.minimum(targets, 1 / targets.shape[-1]).sum() / rows)
-    if target_mass <= uniform:
-        raise InputError(
-            f"target_mass={target_mass:.3g}, but uniform attention has {uniform:.3g} on these "
-            "targets: pass a larger target_mass"
-        )
-
-
-@functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale", "steps"))
-def _solve(
-    start,
-    queries,
-    z,
-    targets,
-    norm,
-    target_mass,
-    learning_rate,
-    sharp_mass,
-    *,
-    head_dim,
-    qk_scale,
-    steps,
-):
-    """See `solve_bank`; `queries` and `targets` have only the rows that enter the loss."""
     # In a traced caller these are constants, and XLA would evaluate all that depends on them alone,
     # such as the row maxima of the targets, at compile time, which is far slower.
-    constants = (start, queries, z, targets)
-    start, queries, z, targets = jax.lax.optimization_barrier(constants)
+    start, z, targets = jax.lax.optimization_barrier((start, z, targets))
+    queries = z
+    if len(z) > MAX_ROWS:
+        rows = np.linspace(0, len(z) - 1, MAX_ROWS).round().astype(int)
+        queries = z[rows]
+        targets = targets[:, rows]
 
     def at_norm(factor, norm):
         length = jnp.sqrt(jnp.sum(factor**2, axis=(1, 2), keepdims=True))
@@ -180,11 +159,11 @@ def _solve(
     norm = jnp.full(len(targets), norm, jnp.float32)
     # At unit norm, so that step sizes mean the same at any norm of the weights.
     factors = tuple(at_norm(factor, jnp.ones_like(norm)) for factor in start)
-    solved_mass = None if target_mass is None else jnp.maximum(target_mass, sharp_mass)
+    solved_mass = None if target_mass is None else np.float32(max(target_mass, sharp_mass))
     factors, norm = minimize(
         loss_and_mass, factors, norm, solved_mass, learning_rate=learning_rate, steps=steps
     )
-    if target_mass is not None:
+    if target_mass is not None and target_mass < sharp_mass:
 
         def halve(_, ends):
             low, high = ends
@@ -192,19 +171,29 @@ def _solve(
             above = loss_and_mass(factors, middle)[1] > target_mass
             return jnp.where(above, low, middle), jnp.where(above, middle, high)
 
-        bisections = jnp.where(target_mass < sharp_mass, SOFTEN_STEPS, 0)
-        _, norm = jax.lax.fori_loop(0, bisections, halve, (jnp.zeros_like(norm), norm))
+        _, norm = jax.lax.fori_loop(0, SOFTEN_STEPS, halve, (jnp.zeros_like(norm), norm))
     report = report_on_maps(targets, maps(factors, norm), norm=norm.mean())
     return at_norm(factors[0], norm), at_norm(factors[1], norm), report
+
+
+def require_above_uniform(target_mass: float, targets: Float[np.ndarray, "F N N"]) -> None:
+    """Raises `InputError` for a target mass that uniform attention to a target exceeds."""
+    rows = (targets.max(axis=-1) > 0).sum(axis=-1)
+    uniform = float((np.minimum(targets, 1 / targets.shape[-1]).sum(axis=(1, 2)) / rows).max())
+    if target_mass <= uniform:
+        raise InputError(
+            f"target_mass={target_mass:.3g}, but uniform attention has {uniform:.3g} on these "
+            "targets: pass a larger target_mass"
+        )
 
 
 def minimize(
     loss_and_mass: Callable[[Any, Array], tuple[Float[Array, ""], Array]],
     factors: Any,
     norm: Float[Array, "*F"],
-    target_mass: float | Float[Array, ""] | None,
+    target_mass: float | np.float32 | Float[Array, ""] | None,
     *,
-    learning_rate: float | Float[Array, ""] = LEARNING_RATE,
+    learning_rate: float = LEARNING_RATE,
     steps: int = STEPS,
 ) -> tuple[Any, Float[Array, "*F"]]:
     """Minimizes a loss with Adam over `factors`, a tree of arrays, and returns factors and norm.
@@ -283,7 +272,8 @@ def reach_warning(report: SolveReport) -> str | None:
         return None
     return (
         f"only {100 * float(report.hit_rate):.0f} % of the attention rows peak on their target: use"
-        " fewer heads (so that each has more channels) or a smaller kernel"
+        " fewer heads (so that each has more channels), a smaller kernel, or for impulse_2025 a new"
+        " model with learned positions"
     )
 
 

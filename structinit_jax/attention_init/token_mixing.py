@@ -1,6 +1,7 @@
-"""Schemes for token-mixing MLPs (`TokenMixingSite`), as in MLP-Mixer.
+"""Schemes for layers that mix tokens without attention: MLPs and depthwise convolutions.
 
-The papers do not cover these; `impulse` and `mimetic` for them are our own. Neither is better than
+The papers do not cover token-mixing MLPs (`TokenMixingSite`), as in MLP-Mixer; `impulse` and
+`mimetic` for them are our own. Neither is better than
 the model's own initialization (benchmarks/results/search.md), which is the default for a Mixer: all
 channels share the token mixing, and shifts by the same offset at every token do not tell positions
 apart.
@@ -17,6 +18,12 @@ to tokens whose correlation falls with distance: the lowest spatial frequencies 
 72 %, since the singular values of a shift are all equal. A random rotation R of the pairs,
 A' = U Rᵀ and B' = R Uᵀ M with Rᵀ R = I, keeps the map and makes layers and hidden units
 independent.
+
+The 2024 paper keeps the filters of depthwise convolutions (`ConvSite`), as in ConvMixer, fixed at
+their initial values (section 5.5, table 4). GELU comes between them and BatchNorm, so their scale
+matters: it decides how nonlinear a layer is. The filters of `impulse_2024` have the program's
+scale, a squared norm of 1/f. `impulse` is our own: its impulses have the value 1, and filters of
+your own keep their scale.
 """
 
 import functools
@@ -28,19 +35,24 @@ from jaxtyping import Float, PRNGKeyArray
 
 from structinit_jax.attention_init.draws import random_rotations
 from structinit_jax.attention_init.near_identity import near_identity
-from structinit_jax.attention_init.sites import TokenMixingSite, TokenMixingWeights
-from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps
+from structinit_jax.attention_init.sites import (
+    ConvSite,
+    ConvWeights,
+    TokenMixingSite,
+    TokenMixingWeights,
+)
+from structinit_jax.attention_init.targets import (
+    FilterArray,
+    assign,
+    filter_maps,
+    impulse_kernels,
+)
+from structinit_jax.errors import InputError
 
 CORRELATION = 0.9  # between neighbors; the exact value hardly matters
 
 
-def default(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
-    """Leaves the model's own initialization in place."""
-    del rng, site
-    return TokenMixingWeights()
-
-
-def mimetic(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
+def mlp_mimetic(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
     """Uses mimetic attention's logits, 0.7 U + 0.7 I with uniform noise U, as the map itself."""
     noise_rng, rotation_rng = jax.random.split(rng)
     shape = (site.num_layers, site.num_tokens)
@@ -50,7 +62,7 @@ def mimetic(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
     return TokenMixingWeights(*_factor_maps(rotation_rng, maps, jnp.asarray(basis), site.hidden))
 
 
-def impulse(
+def mlp_impulse(
     rng: PRNGKeyArray,
     site: TokenMixingSite,
     *,
@@ -100,3 +112,38 @@ def _factor_maps(rng, maps, bases, hidden):
         jnp.concatenate([first, -first, first[:, :, :odd]], axis=2),
         jnp.concatenate([second, -second, jnp.zeros_like(second[:, :odd])], axis=1),
     )
+
+
+# -- depthwise convolutions ------------------------------------------------------------------------
+
+
+def conv_default(rng: PRNGKeyArray, site: ConvSite) -> ConvWeights:
+    """Draws uniformly between ±1/f, PyTorch's default for a filter that sees one channel."""
+    shape = (site.num_layers, site.kernel_size, site.kernel_size, site.width)
+    bound = 1 / site.kernel_size
+    return ConvWeights(jax.random.uniform(rng, shape, minval=-bound, maxval=bound))
+
+
+def conv_impulse(rng: PRNGKeyArray, site: ConvSite, *, filters: FilterArray | None) -> ConvWeights:
+    """Gives each channel an impulse at one of the f² places of the kernel, or one of `filters`."""
+    size = site.kernel_size
+    bank = impulse_kernels(size) if filters is None else filters
+    bank = np.asarray(bank, np.float32)
+    if bank.shape[1:] != (size, size):
+        raise InputError(
+            f"filters has shape {bank.shape}: a ConvSite with kernel_size={size} needs kernels "
+            f"[F, {size}, {size}]"
+        )
+    filter_index = assign(rng, (site.num_layers, site.width), len(bank))
+    return ConvWeights(jnp.moveaxis(jnp.asarray(bank)[filter_index], 1, -1))
+
+
+def conv_impulse_2024(rng: PRNGKeyArray, site: ConvSite, *, taps: int) -> ConvWeights:
+    """Draws the filters of the 2024 program: `taps` equal entries at random places, by channel."""
+    size = site.kernel_size
+    if taps > size**2:
+        raise InputError(f"taps={taps} must be at most {size**2} for this ConvSite")
+    filter_rng, _ = jax.random.split(rng)  # not `rng`, which would change the filters of a seed
+    uniform = jax.random.uniform(filter_rng, (site.num_layers, site.width, size**2))
+    filters = jnp.where(jnp.argsort(uniform, axis=-1) < taps, (taps * size) ** -0.5, 0.0)
+    return ConvWeights(jnp.moveaxis(filters, 1, -1).reshape(-1, size, size, site.width))

@@ -15,7 +15,7 @@ from jaxtyping import Float, PRNGKeyArray
 from structinit_jax.attention_init.draws import base_weights
 from structinit_jax.attention_init.near_identity import value_and_projection
 from structinit_jax.attention_init.sites import AttentionWeights, WindowSite
-from structinit_jax.attention_init.solve import report_on_maps
+from structinit_jax.attention_init.solve import report_on_maps, require_above_uniform
 from structinit_jax.attention_init.targets import (
     FilterArray,
     assign,
@@ -55,6 +55,8 @@ def impulse(
             "weight near their center"
         )
     targets = normalize_rows(convolution_maps(kernels, site.grid))
+    if targets.shape[-1] > 1:
+        require_above_uniform(target_mass, targets[fitting])
     table = bias_of_kernels(kernels[fitting], site.grid, target_mass)
     weights = _draw_weights(rng, table, targets[fitting], grid=site.grid, sizes=site.sizes)
     filter_index = jnp.asarray(fitting, jnp.int32)[weights.filter_index]
@@ -85,8 +87,8 @@ def bias_of_kernels(
     For n tokens, kernel values w of sum 1 and a mixture of m kernel and 1 - m uniform, attention at
     an offset is m w + (1 - m) / n, which is a bias of ln(1 + n w m / (1 - m)). The mixture m is
     chosen so that the overlap with the kernel, the sum of min(w, m w + (1 - m) / n), is the target
-    mass p. For an impulse the bias is ln((n - 1) p / (1 - p)) at the offset. A mass below that of a
-    uniform map gives the uniform map. Kernels must be nonnegative.
+    mass p. For an impulse the bias is ln((n - 1) p / (1 - p)) at the offset. Kernels must be
+    nonnegative.
     """
     offsets = kernels.astype(np.float64)
     weights = (offsets / offsets.sum(axis=(1, 2), keepdims=True)).reshape(len(kernels), -1)

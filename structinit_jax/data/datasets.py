@@ -5,11 +5,13 @@ To use your own data set, write a function `my_dataset(data_dir) -> Dataset` tha
 """
 
 import dataclasses
+import os
 
+from structinit_jax.checks import find, is_reference
 from structinit_jax.data.folder import open_folder
 from structinit_jax.data.small import open_digits, open_fashion_mnist
-from structinit_jax.data.source import Dataset, DatasetInfo, Folder, expand_user
-from structinit_jax.errors import InputError, find, is_reference
+from structinit_jax.data.source import Dataset, DatasetInfo, Folder
+from structinit_jax.errors import InputError
 
 # Known data sets: a dry run needs no data. Splits without labels are left out: 'unlabelled' of
 # stl10, 'test' of imagenet2012.
@@ -44,9 +46,10 @@ def open_dataset(name: str, data_dir: Folder = None, channels: int | None = None
     Raises:
       InputError: The name is unknown, or the data set cannot be read.
     """
-    data_dir = expand_user(data_dir)
+    # Shells leave `~` alone in `--flag=~/folder`.
+    data_dir = data_dir and os.path.expanduser(data_dir)
     if name in OPENERS or is_reference(name):
-        dataset = find(name, OPENERS, "config.data.name")(data_dir)
+        dataset = find(name, OPENERS, "name")(data_dir)
         if not isinstance(dataset, Dataset):
             kind = type(dataset).__name__
             raise InputError(f"data set {name!r} returned {kind}: return Dataset.from_records(...)")

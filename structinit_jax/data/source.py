@@ -19,8 +19,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from structinit_jax.checks import require
 from structinit_jax.data.images import PIL_MODES, BadImageError, StoredImage
-from structinit_jax.errors import InputError, printable, require
+from structinit_jax.errors import InputError, printable
 
 Folder = str | os.PathLike | None
 READ_BLOCK = 256  # examples
@@ -355,11 +356,6 @@ def digest(source: ImageSource, class_names: Sequence[str]) -> str:
         sample = source if sizes.sum() <= SMALL_SET else sample
     contents.update(sample.labels().tobytes() + b"".join(sample.map_images(StoredImage.checksum)))
     return f"{names.hexdigest()}-{contents.hexdigest()}"
-
-
-def expand_user(path: Folder) -> Folder:
-    """Expands `~`, which shells leave alone in `--flag=~/folder`."""
-    return path and os.path.expanduser(path)
 
 
 @functools.cache

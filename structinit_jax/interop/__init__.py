@@ -4,6 +4,7 @@
 records the attention maps that a torch model computes. Only `torch_maps` needs torch.
 """
 
-from structinit_jax.interop.initialize import initialize, torch_maps
+from structinit_jax.interop.initialize import initialize
+from structinit_jax.interop.torch_maps import torch_maps
 
 __all__ = ["initialize", "torch_maps"]

@@ -11,8 +11,9 @@ import numpy as np
 
 from structinit_jax.attention_init import AttentionWeights
 from structinit_jax.attention_init.sites import check_shape, is_concrete
-from structinit_jax.errors import InputError, is_count, require
-from structinit_jax.interop.entries import check_array, like, stays_numpy, unsupported
+from structinit_jax.checks import is_count, require
+from structinit_jax.errors import InputError
+from structinit_jax.interop.arrays import check_array, replace_rows
 from structinit_jax.interop.layouts import (
     FIELDS,
     Leaves,
@@ -20,6 +21,7 @@ from structinit_jax.interop.layouts import (
     find_stack,
     find_stacks,
     shared_parts,
+    unsupported,
 )
 
 Grid = tuple[int, int]
@@ -51,9 +53,8 @@ class PositionTable(NamedTuple):
 
 
 class Host:
-    """A model's parameters by name, the entries of one stack of attention layers, and their sizes.
+    """A model's parameters by name, one of its stacks of attention layers, and their sizes.
 
-    `shapes` holds the shapes of our arrays by path, with a layer axis if the model stacks layers.
     `bias_tables` are the names of the layers' relative position biases, if the model has them.
     """
 
@@ -67,52 +68,49 @@ class Host:
         self.leaves = leaves
         self.stack = stack
         self.bias_tables = bias_tables
-        self.floating = [
-            name
-            for name, leaf in leaves.items()
-            if isinstance(leaf, np.ndarray | jax.Array) and jnp.issubdtype(leaf.dtype, np.floating)
-        ]
-        self.entries = stack.entries(leaves, "attention")
         self._set_sizes(num_heads)
-        heads = (self.num_heads, self.head_dim)
-        lead = (self.num_layers,) if stack.stacked else ()
-        self.shapes = {"attention/out/kernel": (*lead, *heads, self.width)}
-        self.shapes["attention/out/bias"] = (*lead, self.width)
-        for field in ("query", "key", "value"):
-            self.shapes[f"attention/{field}/kernel"] = (*lead, self.width, *heads)
-            self.shapes[f"attention/{field}/bias"] = (*lead, *heads)
-        for entry in self.entries:
-            check_array("params", entry.name, leaves[entry.name])
-            shape = leaves[entry.name].shape
-            expected = entry.shape([self.shapes[path] for path in entry.paths])
-            if shape != expected:
-                why = f"has shape {shape} where equal layers have {expected}"
-                raise unsupported(entry.name, why)
+        for attention in stack.attentions:
+            names = stack.layout.weights(attention)
+            for field, name in zip(FIELDS, names, strict=True):
+                shape = self._kernel_shape(field)
+                if stack.layout.torch and field == "out":
+                    shape = (self.width, self.num_heads * self.head_dim)
+                elif stack.layout.torch:
+                    shape = (names.count(name) * self.num_heads * self.head_dim, self.width)
+                if leaves[name].shape != shape:
+                    why = f"has shape {leaves[name].shape} where equal layers have {shape}"
+                    raise unsupported(name, why)
 
     def _set_sizes(self, num_heads: int | None) -> None:
         layout = self.stack.layout
         attentions = self.stack.attentions
-        name = layout.weights(attentions[0])[FIELDS.index("out" if layout.torch else "query")]
+        query, _, _, out = layout.weights(attentions[0])
+        name = out if layout.torch else query
         check_array("params", name, self.leaves[name])
         shape = self.leaves[name].shape
         self.num_layers = shape[0] if self.stack.stacked else len(attentions)
+        shown = None  # number of heads that the parameters show
         if not layout.torch:
-            self.width, self.num_heads, self.head_dim = shape[-3:]
-            if num_heads not in (None, self.num_heads):
-                raise InputError(f"num_heads={num_heads}, but {name} has {self.num_heads} heads")
-            return
-        if len(shape) != 2:
+            self.width, shown, self.head_dim = shape[-3:]
+        elif len(shape) != 2:
             raise unsupported(name, f"has shape {shape} and is no linear layer")
-        self.width, inner = shape
-        if num_heads is None:
-            raise InputError(
-                f"num_heads: pass the number of heads that share {inner} channels, which torch's "
-                "parameters do not show"
-            )
-        divides = f"a positive whole number that divides the {inner} channels of {name}"
-        require("num_heads", num_heads, divides, lambda n: is_count(n) and inner % n == 0)
-        self.num_heads = num_heads
-        self.head_dim = inner // num_heads
+        if self.bias_tables:
+            name = self.bias_tables[0]
+            shown = self.leaves[name].shape[1]
+        if None not in (num_heads, shown) and num_heads != shown:
+            raise InputError(f"num_heads={num_heads}, but {name} has {shown} heads: leave it out")
+        self.num_heads = num_heads if shown is None else shown
+        if layout.torch:
+            self.width, inner = shape
+            needs = f"the number of heads, which share the {inner} channels of {out}"
+            require("num_heads", self.num_heads, needs, lambda n: is_count(n) and inner % n == 0)
+            self.head_dim = inner // self.num_heads
+
+    def _kernel_shape(self, field: str) -> tuple[int, ...]:
+        """Returns the shape of one of our kernels, with a layer axis if the model stacks layers."""
+        heads = (self.num_heads, self.head_dim)
+        lead = (self.num_layers,) if self.stack.stacked else ()
+        return (*lead, *heads, self.width) if field == "out" else (*lead, self.width, *heads)
 
     def sizes(self) -> dict[str, Any]:
         """Returns the arguments of an `AttentionSite` besides the grid and the positions."""
@@ -131,27 +129,34 @@ class Host:
 
         Projections that are None keep their values in a leaf that several projections share.
         """
-        ours: dict[str, Any] = {}
+        layout = self.stack.layout
         lead = () if self.stack.stacked else (self.num_layers,)
-        for field in FIELDS:
-            kernel = getattr(weights, field)
-            path = f"attention/{field}"
-            if kernel is not None:
-                check_shape(field, kernel, (*lead, *self.shapes[f"{path}/kernel"]))
-                ours[f"{path}/kernel"] = kernel
-                ours[f"{path}/bias"] = np.zeros((*lead, *self.shapes[f"{path}/bias"]), np.float32)
-        new = {}
-        for entry in self.entries:
-            if not any(path in ours for path in entry.paths):
+        new: Leaves = {}
+
+        def write(name, rows, part):
+            new[name] = replace_rows(new.get(name, self.leaves[name]), rows, part * len(rows))
+
+        for i, field in enumerate(FIELDS):
+            kernels = getattr(weights, field)
+            if kernels is None:
                 continue
-            old = self.leaves[entry.name]
-            parts = entry.decode(old, [self.shapes[path] for path in entry.paths])
-            for i, path in enumerate(entry.paths):
-                if path in ours:
-                    array = ours[path] if entry.layer is None else ours[path][entry.layer]
-                    xp = np if stays_numpy(array, old) else jnp
-                    parts[i] = xp.asarray(array).astype(old.dtype)
-            new[entry.name] = like(entry.encode(*parts), old)
+            check_shape(field, kernels, (*lead, *self._kernel_shape(field)))
+            module = layout.modules[i]
+            part = layout.modules[:i].count(module)  # of a module that holds several fields
+            for layer, attention in enumerate(self.stack.attentions):
+                kernel = kernels if self.stack.stacked else kernels[layer]
+                if layout.torch:  # [out, in]
+                    shape = (-1, self.width) if field == "out" else (self.width, -1)
+                    kernel = kernel.reshape(shape).T
+                write(layout.weights(attention)[i], kernel, part)
+                bias = f"{layout.names(attention)[i]}.bias"
+                if bias in self.leaves:
+                    rows, *rest = self.leaves[bias].shape
+                    rows //= layout.modules.count(module)
+                    write(bias, np.zeros((rows, *rest), np.float32), part)
+                bias = f"{attention}.{field[0]}_bias"
+                if bias in self.leaves:
+                    write(bias, np.zeros(self.leaves[bias].shape, np.float32), 0)
         return new
 
     def require_assumptions(self) -> None:
@@ -160,32 +165,35 @@ class Host:
         Such parameters are norms that have been trained, and all that change the maps besides the
         projections and the bias tables, which schemes set.
         """
-        prefixes = tuple(f"{a}." if a else "" for a in self.stack.attentions)
-        known = {entry.name for entry in self.entries}
-        if self.bias_tables:
-            known.update(name for name in self.floating if name.endswith(_BIAS_TABLE))
-        for name in self.floating:
-            inside = name.startswith(prefixes)
+        layout = self.stack.layout
+        known = set()
+        for attention in self.stack.attentions:
+            for name in layout.names(attention):
+                known |= {f"{name}.{layout.leaf}", f"{name}.bias"}
+            known |= {f"{attention}.{letter}_bias" for letter in "qkv"}
+        inside = tuple(f"{a}." if a else "" for a in self.stack.attentions)
+        for name, array in self._floats().items():
             module, _, leaf = name.rpartition(".")
             blocks = [block for block in self.stack.blocks if name.startswith(block)]
             if blocks and _NORMS.fullmatch(module.removeprefix(blocks[0])):
                 start = {"weight": 1, "scale": 1, "gamma": 1, "bias": 0, "beta": 0}.get(leaf)
-                array = self.leaves[name]
                 if start is not None and is_concrete(array) and np.any(np.asarray(array) != start):
                     raise InputError(
                         f"params: {name} is not {start}: schemes need a freshly built model, whose "
                         "norms before attention and MLP start with scale 1 and bias 0"
                     )
-            elif (inside or self._matches(_RELATIVE, name)) and name not in known:
-                raise InputError(
-                    f"params: {name} may change the attention maps (as norms of queries and keys, "
-                    "position biases and temperatures do), which no scheme could then set: build "
-                    "the model without it"
-                )
+            elif name.startswith(inside) or self._matches(_RELATIVE, name):
+                is_table = self.bias_tables and name.endswith(_BIAS_TABLE)
+                if name not in known and not is_table:
+                    raise InputError(
+                        f"params: {name} may change the attention maps (as norms of queries and "
+                        "keys, position biases and temperatures do), which no scheme could then "
+                        "set: build the model without it"
+                    )
 
     def rotary_positions(self) -> str | None:
         """Returns the name of a parameter of rotary positions, or None if no name shows them."""
-        return next((name for name in self.floating if self._matches(_ROTARY, name)), None)
+        return next((name for name in self._floats() if self._matches(_ROTARY, name)), None)
 
     # -- positions and patches ---------------------------------------------------------------------
 
@@ -265,6 +273,14 @@ class Host:
 
     # -- names -------------------------------------------------------------------------------------
 
+    def _floats(self) -> Leaves:
+        """Returns the floating-point arrays."""
+        return {
+            name: leaf
+            for name, leaf in self.leaves.items()
+            if isinstance(leaf, np.ndarray | jax.Array) and jnp.issubdtype(leaf.dtype, np.floating)
+        }
+
     def _names(self, pattern: str) -> Iterator[str]:
         """Yields the names below the model's stem that match a pattern."""
         return (name for name in self.leaves if self._matches(pattern, name))
@@ -282,8 +298,6 @@ def find_hosts(leaves: Leaves, num_heads: int | None) -> list[Host]:
     tables = [name for name in leaves if name.endswith(_BIAS_TABLE)]
     if not tables:
         return [Host(leaves, find_stack(leaves), num_heads)]
-    if num_heads is not None:
-        raise InputError(f"num_heads: leave it out, {tables[0]} shows it")
     stacks = find_stacks(leaves)
     # Those without tables are of a text model.
     seeing = [stack for stack in stacks if any(name.startswith(stack.blocks) for name in tables)]
@@ -292,8 +306,7 @@ def find_hosts(leaves: Leaves, num_heads: int | None) -> list[Host]:
         own = [name for block in stack.blocks for name in tables if name.startswith(block)]
         if len(own) != len(stack.attentions):
             raise unsupported(stack.attentions[0], f"has no {_BIAS_TABLE}, as other layers have")
-        check_array("params", own[0], leaves[own[0]])
-        hosts.append(Host(leaves, stack, leaves[own[0]].shape[1], own))
+        hosts.append(Host(leaves, stack, num_heads, own))
     return hosts
 
 

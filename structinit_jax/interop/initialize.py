@@ -1,16 +1,15 @@
-"""Writes attention schemes into other projects' models, and records the maps of torch models."""
+"""Writes attention schemes into other projects' models."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Float
 
 from structinit_jax.attention_init import AttentionInit, AttentionWeights
 from structinit_jax.attention_init.sites import GRID, check_shape
-from structinit_jax.errors import InputError, require
-from structinit_jax.interop.entries import as_array, check_array, like, replace_rows
+from structinit_jax.checks import require
+from structinit_jax.errors import InputError
+from structinit_jax.interop.arrays import as_array, check_array, like, replace_rows
 from structinit_jax.interop.host import Grid, Host, find_hosts
 from structinit_jax.interop.layouts import Leaves, flatten
 from structinit_jax.interop.sites import find_site, num_offsets
@@ -45,7 +44,7 @@ def initialize(
       num_heads: Number of heads h; required for torch and Equinox, whose shapes do not show it.
       grid: (rows, cols) of the image tokens, (1, N) in a model of sequences, or in Swin and BEiT
         (rows, cols) of the windows that are not square. If None, all are square.
-      positions: [N, D] encoding that the model adds to its tokens without storing it in `params`,
+      positions: [N, D] encoding that a ViT adds to its tokens without storing it in `params`,
         for example `sincos_positions(grid, D)`, or for big_vision and vit-pytorch's SimpleViT
         `sincos_positions(grid, D, convention="big_vision")`. A table in `params` is then neither
         read nor written: if the model adds it to the tokens, leave `positions` out.
@@ -64,25 +63,21 @@ def initialize(
     if grid is not None:
         require("grid", grid, *GRID)
     leaves, rebuild = flatten(params)
-    positions = as_array(positions)
     hosts = find_hosts(leaves, num_heads)
-    sites = []
-    for host in hosts:
-        sites.append(find_site(host, grid, positions, rotations))
+    sites = [find_site(host, grid, as_array(positions), rotations) for host in hosts]
     if grid is not None and all(site.grid != grid for site in sites):
         windows = ", ".join(str(site.grid) for site in sites)
         raise InputError(f"grid={grid} is none of the windows {windows}: leave it out")
     rngs = [rng] if len(hosts) == 1 else jax.random.split(rng, len(hosts))
     for host, site, site_rng in zip(hosts, sites, rngs, strict=True):
-        leaves |= _write(host, attention_init(site_rng, site), site.grid)
+        for name, new in _write(host, attention_init(site_rng, site), site.grid).items():
+            check_array("params", name, leaves[name])
+            leaves[name] = like(new, leaves[name])
     return rebuild(leaves)
 
 
-def _write(host: Host, weights: Any, grid: Grid) -> Leaves:
-    """Returns the leaves that the weights of a scheme change, or raises `InputError`."""
-    if not isinstance(weights, AttentionWeights):
-        kind = type(weights).__name__
-        raise InputError(f"attention_init returned a {kind}: it must return AttentionWeights")
+def _write(host: Host, weights: AttentionWeights, grid: Grid) -> Leaves:
+    """Returns new values of the leaves that a scheme's weights change, or raises `InputError`."""
     token_fields = ("positions", "position_scale", "patch_bias")
     for field in token_fields if host.bias_tables else ("bias",):
         if getattr(weights, field) is not None:
@@ -95,20 +90,18 @@ def _write(host: Host, weights: Any, grid: Grid) -> Leaves:
         shape = (host.num_layers, num_offsets(grid), host.num_heads)
         check_shape("bias", weights.bias, shape)
         for name, biases in zip(host.bias_tables, weights.bias, strict=True):
-            table = replace_rows(jnp.asarray(host.leaves[name], jnp.float32), biases, 0)
-            new[name] = like(table, host.leaves[name])
+            new[name] = replace_rows(host.leaves[name], biases, 0)
     if weights.positions is not None or weights.position_scale is not None:
         table = host.position_table(grid)
         if table is None:
             raise InputError("weights.positions: params hold no position table to write them to")
-        rows = jnp.asarray(table.rows, jnp.float32)
+        rows = table.rows
         if weights.positions is not None:
-            check_shape("positions", weights.positions, table.rows[table.prefix :].shape)
+            check_shape("positions", weights.positions, rows[table.prefix :].shape)
             rows = replace_rows(rows, weights.positions, table.prefix)
         if weights.position_scale is not None:
-            rows = weights.position_scale * rows
-        old = host.leaves[table.name]
-        new[table.name] = like(rows.reshape(old.shape), old)
+            rows = weights.position_scale * jnp.asarray(rows, jnp.float32)
+        new[table.name] = rows.reshape(host.leaves[table.name].shape)
     if weights.patch_bias is not None:
         name = f"{host.patch_kernel().rpartition('.')[0]}.bias"
         if name not in host.leaves:
@@ -116,63 +109,5 @@ def _write(host: Host, weights: Any, grid: Grid) -> Leaves:
                 f"params: the patch embedding has no {name}, in which this scheme needs to put a "
                 "vector that all tokens share: build the model with it, or use 'mimetic'"
             )
-        old = host.leaves[name]
-        new[name] = like(weights.patch_bias.reshape(old.shape), old)
-    for name in new:
-        check_array("params", name, host.leaves[name])
+        new[name] = weights.patch_bias.reshape(host.leaves[name].shape)
     return new
-
-
-def torch_maps(model: Any, images: Any) -> list[Float[np.ndarray, "B h T T"]]:
-    """Records the attention maps that a torch model computes.
-
-    These are the results of every softmax over square logits [..., T, T], also of those inside
-    `scaled_dot_product_attention`; in Swin, B is the number of windows.
-
-    Args:
-      model: A `torch.nn.Module` that is not compiled. It is called in evaluation mode.
-      images: Its input, a tensor [B, C, H, W] with normalized channels.
-
-    Returns:
-      The maps in the order in which the model computes them, over all T tokens, class and register
-      tokens included.
-
-    Raises:
-      InputError: No map was found.
-    """
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    found = []
-    modes = [(module, module.training) for module in model.modules()]
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-
-    class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            kwargs = kwargs or {}
-            with self:  # in inference mode, operations that contain a softmax arrive whole
-                out = function.decompose(*args, **kwargs)
-            if out is not NotImplemented:
-                return out
-            out = function(*args, **kwargs)
-            is_softmax = "softmax" in function.__name__ and out.ndim > 2
-            if is_softmax and out.shape[-1] == out.shape[-2] > 1:
-                maps = out if out.ndim == 4 else out.reshape(len(images), -1, *out.shape[-2:])
-                found.append(maps.float().cpu().numpy())
-            return out
-
-    torch.backends.mha.set_fastpath_enabled(False)  # which fuses the softmax
-    try:
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), Recorder():
-            model.eval()(images)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
-        for module, training in modes:
-            module.training = training
-    if not found:
-        raise InputError(
-            "model: its call computed no softmax over square logits [..., T, T]: pass one that is "
-            "not compiled, and whose attention torch computes"
-        )
-    return found

@@ -1,24 +1,16 @@
-"""Names of parameters in other projects, and the search for attention layers."""
+"""Names of parameters in other projects, and the search for their attention layers."""
 
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
 from structinit_jax.errors import InputError
-from structinit_jax.interop.entries import (
-    Entry,
-    as_array,
-    is_tensor,
-    linear,
-    linear_bias,
-    same,
-    unwrapped,
-)
+from structinit_jax.interop.arrays import as_array, is_tensor
 
 FIELDS = ("query", "key", "value", "out")
 Leaves = dict[str, Any]
@@ -64,6 +56,19 @@ def _name(path) -> str:
     return re.sub(r"in_proj_(weight|bias)$", r"in_proj.\1", unwrapped(name))
 
 
+def unwrapped(name: str) -> str:
+    """Removes the prefixes of torch's DataParallel and `torch.compile` from a parameter name."""
+    return re.sub(r"^(?:(?:module|_orig_mod)\.)+|(?<=\.)_orig_mod\.", "", name)
+
+
+def unsupported(name: str, why: str) -> InputError:
+    """Returns the error for a model in which no scheme can set the attention maps."""
+    return InputError(
+        f"params: {name} {why}; such models are not supported, only ViTs with one grid of tokens, "
+        "Swin and BEiT"
+    )
+
+
 class Layout(NamedTuple):
     """How a project names and shapes the projections of an attention layer.
 
@@ -81,29 +86,17 @@ class Layout(NamedTuple):
         """Name of a module's kernel."""
         return "weight" if self.torch else "kernel"
 
+    def names(self, attention: str) -> list[str]:
+        """Returns the names of the modules that hold the fields of the layer `attention`."""
+        return [f"{attention}.{module}" if attention else module for module in self.modules]
+
     def weights(self, attention: str) -> list[str]:
-        """Returns the names of the weights that hold the fields of the layer `attention`."""
-        prefix = f"{attention}." if attention else ""
-        return [f"{prefix}{module}.{self.leaf}" for module in self.modules]
-
-    def entries(self, attention: str, path: str, layer: int | None) -> Iterator[Entry]:
-        """Maps the weights and biases of the layer `attention` to our module at `path`."""
-        fields_of: dict[str, list[str]] = {}
-        for field, weight in zip(FIELDS, self.weights(attention), strict=True):
-            fields_of.setdefault(weight.removesuffix(f".{self.leaf}"), []).append(field)
-        for name, fields in fields_of.items():
-            paths = [f"{path}/{field}" for field in fields]
-            if self.torch:
-                in_axes = 2 if fields == ["out"] else 1
-                yield from linear(name, *paths, layer=layer, in_axes=in_axes)
-            else:
-                yield same(f"{name}.kernel", f"{paths[0]}/kernel", layer)
-                yield same(f"{name}.bias", f"{paths[0]}/bias", layer)
+        """Returns the names of their kernels."""
+        return [f"{name}.{self.leaf}" for name in self.names(attention)]
 
 
-TIMM = Layout(("qkv", "qkv", "qkv", "proj"))
 LAYOUTS = (
-    TIMM,
+    Layout(("qkv", "qkv", "qkv", "proj")),  # timm
     Layout(("q_proj", "k_proj", "v_proj", "proj")),  # timm's EVA
     # Hugging Face: files, Swin's files, modules of transformers >= 5, CLIP, InternVL
     Layout(("attention.query", "attention.key", "attention.value", "output.dense")),
@@ -142,17 +135,6 @@ class Stack(NamedTuple):
         """Prefixes of the blocks around the attention layers."""
         return tuple(f"{attention.rpartition('.')[0]}." for attention in self.attentions)
 
-    def entries(self, leaves: Leaves, path: str) -> list[Entry]:
-        """Maps the existing weights and biases of all layers, as `Layout.entries` does."""
-        entries: list[Entry] = []
-        for i, attention in enumerate(self.attentions):
-            layer = None if self.stacked else i
-            entries += self.layout.entries(attention, path, layer)
-            for field in ("query", "key", "value"):  # outside the fused module in BEiT and EVA
-                name = f"{attention}.{field[0]}_bias"
-                entries.append(linear_bias(name, f"{path}/{field}", layer=layer))
-        return [entry for entry in entries if entry.name in leaves]
-
 
 def find_stack(leaves: Leaves) -> Stack:
     """Finds the attention layers of a model with a single grid of tokens."""
@@ -183,15 +165,12 @@ def find_stacks(leaves: Leaves) -> list[Stack]:
     if stacks:
         return stacks
     similar = [n for n in leaves if re.search(r"att|qkv|query|q_proj|in_proj", n, re.IGNORECASE)]
-    if not similar:
-        raise InputError(
-            f"params hold no attention layers, only {', '.join(list(leaves)[:6]) or 'nothing'}"
-        )
     raise InputError(
-        f"params have {', '.join(similar[:6])}, but no attention layers with the names of a known "
-        "project: if all layers have equal linear projections from and to all channels, rename "
-        "them for the call to timm's, blocks.0.attn.qkv.weight and blocks.0.attn.proj.weight, and "
-        "transpose Flax kernels to torch's [out, in]; other attention is not supported"
+        "params hold no attention layers with the names of a known project, only "
+        f"{', '.join((similar or list(leaves))[:6]) or 'nothing'}: if all layers have equal linear "
+        "projections from and to all channels, rename them for the call to timm's, "
+        "blocks.0.attn.qkv.weight and blocks.0.attn.proj.weight, and transpose Flax kernels to "
+        "torch's [out, in]; other attention is not supported"
     )
 
 

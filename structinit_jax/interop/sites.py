@@ -12,7 +12,7 @@ from jaxtyping import Complex
 from structinit_jax.attention_init import AttentionSite, RotarySite, WindowSite
 from structinit_jax.attention_init.sites import AttentionStack
 from structinit_jax.errors import InputError
-from structinit_jax.interop.entries import as_array, check_array
+from structinit_jax.interop.arrays import as_array
 from structinit_jax.interop.host import Grid, Host, square
 
 # Tolerance for rotations from one token to the next, computed from bfloat16 sines and cosines.
@@ -26,22 +26,17 @@ def find_site(
     rotations: Any | None,
 ) -> AttentionStack:
     """Returns the site of a model's attention layers; for arguments and errors see `initialize`."""
-    if positions is not None and rotations is not None:
-        raise InputError("positions and rotations exclude each other: pass one of them")
     host.require_assumptions()
     if host.bias_tables:
-        for name, value in dict(positions=positions, rotations=rotations).items():
-            if value is not None:
-                raise InputError(f"{name}: leave it out, the model has {host.bias_tables[0]}")
         return WindowSite(grid=_find_window(host, grid), **host.sizes())
     if grid is None and rotations is None:
         host.require_image_tokens()
     table = host.position_table(grid) if positions is None else None
     if rotations is not None:
-        if table is not None:
+        if positions is not None or table is not None:
             raise InputError(
-                f"rotations: the model also adds the positions {table.name} to its tokens, which "
-                "schemes then use: leave out rotations, and measure the maps"
+                f"rotations: the model adds {table.name if table else 'positions'} to its tokens, "
+                "which schemes then use: leave out rotations, and measure the maps"
             )
         return _rotary_site(host, rotations, grid)
     rotary = host.rotary_positions()
@@ -58,12 +53,7 @@ def find_site(
             stacklevel=3,
         )
     if positions is not None:
-        check_array("positions", "the encoding", positions)
-        if positions.ndim != 2:
-            raise InputError(f"positions has shape {positions.shape}: pass [N, D]")
-        grid = grid or square(len(positions))
-        if grid is None:
-            raise InputError(f"grid: pass grid=(rows, cols) of the {len(positions)} positions")
+        grid = grid or square(len(positions))  # the site refuses None
         return AttentionSite(grid=grid, **host.sizes(), positions=positions)
     if table is not None:
         return AttentionSite(
@@ -104,15 +94,14 @@ def _find_window(host: Host, grid: Grid | None) -> Grid:
 def _rotary_site(host: Host, given: Any, grid: Grid | None) -> RotarySite:
     """Returns the site for the `rotations` of `initialize`, timm's table or Hugging Face's pair."""
     parts = tuple(map(as_array, given if isinstance(given, tuple | list) else (given,)))
-    for part in parts:
-        check_array("rotations", "the table", part)
-    shapes = [part.shape for part in parts]
     d = host.head_dim
     is_pair = len(parts) == 2
-    lead = (1,) * (4 - len(shapes[0])) + shapes[0][:-2]
+    shapes = {np.shape(part) for part in parts}
+    shape = np.shape(parts[0])
+    lead = (1,) * (4 - len(shape)) + shape[:-2]
     heads = (host.num_layers, host.num_heads)
     fits = len(lead) == 2 and all(n in (1, m) for n, m in zip(lead, heads, strict=True))
-    if not fits or len(set(shapes)) != 1 or shapes[0][-1] != (d if is_pair else 2 * d):
+    if not fits or len(shapes) != 1 or shape[-1] != (d if is_pair else 2 * d):
         raise InputError(
             f"rotations has shape {' and '.join(map(str, shapes))}, but the model needs timm's "
             f"model.rope.get_embed(shape=grid) [N, {2 * d}] or Hugging Face's pair "

@@ -5,7 +5,7 @@ from typing import Any
 
 from flax import nnx
 
-from structinit_jax.errors import find
+from structinit_jax.checks import find
 from structinit_jax.models.convmixer import ConvMixer
 from structinit_jax.models.mixer import MlpMixer
 from structinit_jax.models.model import Model

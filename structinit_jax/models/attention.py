@@ -11,7 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import AttentionWeights
-from structinit_jax.errors import InputError, PositiveFloat
+from structinit_jax.checks import PositiveFloat
+from structinit_jax.errors import InputError
 from structinit_jax.models.layers import (
     BASE_INITS,
     RESIDUAL,

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import ConvSite, ConvWeights
-from structinit_jax.errors import PositiveInt
+from structinit_jax.checks import PositiveInt
 from structinit_jax.models import layers
 from structinit_jax.models.layers import Rng
 from structinit_jax.models.model import Model, ModelConfig, make_stack, run_stack, token_grid

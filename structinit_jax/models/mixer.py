@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import TokenMixingSite, TokenMixingWeights
-from structinit_jax.errors import PositiveFloat, PositiveInt
+from structinit_jax.checks import PositiveFloat, PositiveInt
 from structinit_jax.models import layers
 from structinit_jax.models.layers import Rng
 from structinit_jax.models.model import Model, ModelConfig, make_stack, run_stack, token_grid

@@ -22,7 +22,8 @@ from structinit_jax.attention_init import (
     Weights,
 )
 from structinit_jax.attention_init.sites import check_shape
-from structinit_jax.errors import Fraction, InputError, PositiveInt, check_fields
+from structinit_jax.checks import Fraction, PositiveInt, check_fields
+from structinit_jax.errors import InputError
 from structinit_jax.models.layers import RESIDUAL, Rng, set_weight
 
 
@@ -40,7 +41,7 @@ def _keep_costly(primitive, *args, **params):
 _COSTLY = ("conv_general_dilated", "dot_product_attention_fwd_wrapper")
 _KEEP_LINEAR = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 _KEEP_NAMED = jax.checkpoint_policies.save_only_these_names(RESIDUAL)
-# By the values of `config.model.remat`, fastest first.
+# By the values of `remat`, fastest first.
 REMAT_POLICIES = {
     "none": _keep_costly,
     "dots": _KEEP_LINEAR,

@@ -10,7 +10,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import AttentionWeights, WindowSite
-from structinit_jax.errors import InputError, PositiveInt
+from structinit_jax.checks import PositiveInt
+from structinit_jax.errors import InputError
 from structinit_jax.models import layers
 from structinit_jax.models.attention import Block, TransformerConfig
 from structinit_jax.models.layers import Rng

@@ -15,19 +15,10 @@ from flax import nnx, traverse_util
 
 from structinit_jax.attention_init import sincos_positions
 from structinit_jax.errors import InputError
-from structinit_jax.interop.entries import (
-    Entry,
-    as_array,
-    check_array,
-    conv,
-    like,
-    linear,
-    norm,
-    same,
-    unwrapped,
-)
-from structinit_jax.interop.layouts import TIMM
+from structinit_jax.interop.arrays import as_array, check_array, like
+from structinit_jax.interop.layouts import unwrapped
 from structinit_jax.models.convmixer import ConvMixer
+from structinit_jax.models.entries import Entry, conv, linear, norm, same
 from structinit_jax.models.mixer import MlpMixer
 from structinit_jax.models.swin import SwinTransformer
 from structinit_jax.models.vit import VisionTransformer, resample_positions
@@ -213,7 +204,9 @@ def _convmixer_entries(model: ConvMixer) -> Iterator[Entry]:
 def _block(name: str, path: str, layer: int) -> Iterator[Entry]:
     """Maps the parts of a transformer block that ViT and Swin have in common."""
     yield from norm(f"{name}.norm1", f"{path}/norm1", layer)
-    yield from TIMM.entries(f"{name}.attn", f"{path}/attention", layer)
+    qkv = [f"{path}/attention/{field}" for field in ("query", "key", "value")]
+    yield from linear(f"{name}.attn.qkv", *qkv, layer=layer)
+    yield from linear(f"{name}.attn.proj", f"{path}/attention/out", layer=layer, in_axes=2)
     yield from norm(f"{name}.norm2", f"{path}/norm2", layer)
     yield from linear(f"{name}.mlp.fc1", f"{path}/mlp/fc1", layer=layer)
     yield from linear(f"{name}.mlp.fc2", f"{path}/mlp/fc2", layer=layer)
@@ -245,10 +238,10 @@ _CONVERTERS: Mapping[type[nnx.Module], Callable[..., Iterator[Entry]]] = {
 def select_weights(teacher: StateDict, student: nnx.Module) -> nnx.Module:
     """Returns a copy of one of our models with the weights selected from a larger model of timm.
 
-    This is the method of Xu et al. 2024, "Initializing Models with Larger Ones" (arXiv:2311.18823),
-    which `config.start_from` uses. The student takes the teacher's first layers. If it has m of the
-    teacher's n elements along an axis, it takes every (n / m)-th element from the first on if m
-    divides n, else the elements nearest to m evenly spaced points from the first to the last.
+    This is the method of Xu et al. 2024, "Initializing Models with Larger Ones" (arXiv:2311.18823).
+    The student takes the teacher's first layers. If it has m of the teacher's n elements along an
+    axis, it takes every (n / m)-th element from the first on if m divides n, else the elements
+    nearest to m evenly spaced points from the first to the last.
 
     Weights are selected in timm's layout. As in the published program, query, key and value are
     then 3 h d outputs of one linear layer, so a student's head may mix channels of several heads.

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import AttentionSite, RotarySite, rotary_angles, sincos_positions
 from structinit_jax.attention_init.sites import AttentionStack
-from structinit_jax.errors import NonNegativeFloat, PositiveInt
+from structinit_jax.checks import NonNegativeFloat, PositiveInt
 from structinit_jax.models import layers
 from structinit_jax.models.attention import Block, TransformerConfig
 from structinit_jax.models.layers import Rng

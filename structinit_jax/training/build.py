@@ -17,11 +17,12 @@ from ml_collections import ConfigDict
 from structinit_jax import config as config_lib
 from structinit_jax.attention_init import AttentionInit
 from structinit_jax.augment import Augment, make_augment
+from structinit_jax.checks import find
 from structinit_jax.data import datasets
 from structinit_jax.data.crops import RandomCrop
 from structinit_jax.data.loader import Batch, bytes_on_device, make_loader
 from structinit_jax.data.source import Dataset, ImageSource, check_classes, count_common
-from structinit_jax.errors import InputError, find, prefixed
+from structinit_jax.errors import InputError, prefixed
 from structinit_jax.models import create_model
 from structinit_jax.training import optimizer as optimizer_lib
 from structinit_jax.training import sharding
@@ -41,7 +42,8 @@ def open_data(config: ConfigDict) -> Dataset:
     """Checks a config, and opens its data set, which must have the classes of the model."""
     config_lib.validate(config)
     data = config.data
-    dataset = datasets.open_dataset(data.name, data.data_dir or None, data.channels)
+    with prefixed("config.data: "):
+        dataset = datasets.open_dataset(data.name, data.data_dir or None, data.channels)
     with prefixed("config.model: "):
         check_classes(dataset.info, config.model.num_classes)
     return dataset

@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from structinit_jax.attention_init.positions import layer_norm, sincos_positions
+from structinit_jax.attention_init.sites import layer_norm, sincos_positions
 from structinit_jax.errors import InputError
 
 

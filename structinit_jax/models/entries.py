@@ -1,4 +1,4 @@
-"""Entries, which map a tensor of another project to our arrays and back.
+"""Entries, which map a tensor of timm to our arrays and back.
 
 Ours are Flax's: kernels are [in, out] where torch has [out, in], convolutions [rows, cols, in, out]
 where it has [out, in, rows, cols], and attention keeps its heads h and their channels d as separate
@@ -6,23 +6,18 @@ axes: query, key and value [D, h, d], output projection [h, d, D].
 """
 
 import math
-import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
-
-from structinit_jax.errors import InputError
 
 Shape = tuple[int, ...]
 
 
 class Entry(NamedTuple):
-    """One tensor of another project.
+    """One tensor of timm.
 
     Attributes:
       name: Its name there, with dots.
@@ -81,21 +76,18 @@ def linear(
 
     kernels = tuple(f"{path}/kernel" for path in paths)
     yield Entry(f"{name}.weight", kernels, encode, decode, layer)
-    if bias:
-        yield linear_bias(f"{name}.bias", *paths, layer=layer)
+    if not bias:
+        return
 
-
-def linear_bias(name: str, *paths: str, layer: int | None) -> Entry:
-    """Maps the bias of a linear layer that holds one or more of ours."""
-
-    def encode(*biases):
+    def encode_bias(*biases):
         return _concatenate([bias.reshape(-1) for bias in biases])
 
-    def decode(bias, shapes):
+    def decode_bias(bias, shapes):
         parts = bias.reshape(len(shapes), -1)
         return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    return Entry(name, tuple(f"{path}/bias" for path in paths), encode, decode, layer)
+    biases = tuple(f"{path}/bias" for path in paths)
+    yield Entry(f"{name}.bias", biases, encode_bias, decode_bias, layer)
 
 
 def conv(name: str, path: str, layer: int | None = None) -> Iterator[Entry]:
@@ -113,71 +105,6 @@ def conv(name: str, path: str, layer: int | None = None) -> Iterator[Entry]:
 
     yield Entry(f"{name}.weight", (f"{path}/kernel",), encode, decode, layer)
     yield same(f"{name}.bias", f"{path}/bias", layer)
-
-
-def unsupported(name: str, why: str) -> InputError:
-    """Returns the error for a model in which no scheme can set the attention maps."""
-    return InputError(
-        f"params: {name} {why}; such models are not supported, only ViTs with one grid of tokens, "
-        "Swin and BEiT"
-    )
-
-
-def unwrapped(name: str) -> str:
-    """Removes the prefixes of torch's DataParallel and `torch.compile` from a parameter name."""
-    return re.sub(r"^(?:(?:module|_orig_mod)\.)+|(?<=\.)_orig_mod\.", "", name)
-
-
-def is_tensor(leaf: Any) -> bool:
-    """Whether a leaf is a torch tensor. Does not import torch."""
-    return "torch" in sys.modules and isinstance(leaf, sys.modules["torch"].Tensor)
-
-
-def as_array(leaf: Any) -> Any:
-    """Converts a torch tensor to NumPy, which has no bfloat16: floats of 8 or 16 bits to 32."""
-    if not is_tensor(leaf):
-        return leaf
-    leaf = leaf.detach().cpu()
-    return (leaf.float() if leaf.is_floating_point() and leaf.itemsize < 4 else leaf).numpy()
-
-
-def check_array(argument: str, name: str, leaf: Any) -> None:
-    """Raises `InputError` for anything but a NumPy or JAX array of floats."""
-    if not isinstance(leaf, np.ndarray | jax.Array):
-        kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
-        raise InputError(f"{argument}: {name} is a {kind}, not a NumPy or JAX array: convert it")
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        raise InputError(
-            f"{argument}: {name} has dtype {leaf.dtype}, not a floating-point one: use the model "
-            "before it is quantized"
-        )
-
-
-def like(new: Any, old: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
-    """Converts new values to the array kind (NumPy or JAX), dtype and sharding of the old ones."""
-    if stays_numpy(new, old):
-        return np.array(new, old.dtype, order="C")
-    new = jnp.asarray(new).astype(old.dtype)
-    if isinstance(old, np.ndarray | jax.core.Tracer) or not old.committed:
-        return new
-    return jax.device_put(new, old.sharding)
-
-
-def replace_rows(
-    table: Float[Array, "R k"], rows: Float[Array | np.ndarray, "r k"], start: int
-) -> Float[Array, "R k"]:
-    """Returns a table with other rows from `start` on."""
-    # Arrays on a mesh with explicit axes allow neither `.at[...].set` nor empty slices outside
-    # `jax.set_mesh`.
-    stop = start + len(rows)
-    before = [table[:start]] if start else []
-    after = [table[stop:]] if stop < len(table) else []
-    return jnp.concatenate([*before, rows, *after])
-
-
-def stays_numpy(new: Any, old: Any) -> bool:
-    """Whether new values of a NumPy array can be one too, which traced values cannot."""
-    return isinstance(old, np.ndarray) and not isinstance(new, jax.core.Tracer)
 
 
 def _concatenate(arrays):
