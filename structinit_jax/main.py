@@ -19,7 +19,7 @@ import jax
 from absl import flags
 from etils import epy
 
-from structinit_jax import command_line, dry_run, evaluate
+from structinit_jax import command_line, evaluate
 from structinit_jax.command_line import FLAGS
 from structinit_jax.errors import InputError
 from structinit_jax.training import distributed
@@ -27,7 +27,8 @@ from structinit_jax.training.metrics import read_metrics
 from structinit_jax.training.train import train
 from structinit_jax.training.workdir import open_path, write_atomically
 
-with epy.lazy_imports():  # imports matplotlib
+with epy.lazy_imports():  # most runs need no dry run, and matplotlib at an evaluation
+    from structinit_jax import dry_run
     from structinit_jax.training import figures
 
 
