@@ -76,6 +76,8 @@ def main(overrides: command_line.Overrides) -> None:
     config = command_line.read_config(overrides)
     if FLAGS.schemes and FLAGS.workdir:
         raise InputError("--schemes compares initial weights and cannot be used with --workdir")
+    if FLAGS.step and not FLAGS.workdir:
+        raise InputError(f"--step={FLAGS.step} is a checkpoint of a run: add --workdir")
     out = command_line.out_folder("analysis")
     images = read_images(config, FLAGS.num_images)
     if FLAGS.workdir:

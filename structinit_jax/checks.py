@@ -12,6 +12,7 @@ the value must be, in a dataclass of fields or in the signature of a function:
 """
 
 import importlib
+import inspect
 import math
 import os
 import re
@@ -20,6 +21,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple
 
+import jax
 import numpy as np
 
 from structinit_jax.errors import InputError, printable, suggest
@@ -49,7 +51,7 @@ def is_count(value: Any, low: int = 1) -> bool:
     return is_whole(value) and bool(low <= value < 2**32)
 
 
-# Larger values are mistakes that would take minutes, or all memory, to fail.
+# Whole numbers fit uint32, as those of random keys must; larger ones of the others are mistakes.
 Number = int | float
 PositiveInt = Annotated[int, Check("a whole number from 1 to 2**32 - 1", is_count)]
 NonNegativeInt = Annotated[
@@ -113,6 +115,22 @@ def _check_of(hint: Any) -> Check:
                 lambda x: isinstance(x, tuple | list) and all(map(each.holds, x)),
             )
     return _CHECKS.get(hint, Check("", lambda _: True))
+
+
+def check_scheme(scheme: Any, rng: Any) -> None:
+    """Raises `InputError` unless `scheme(rng, site)` is a call with one random key."""
+    try:
+        inspect.signature(scheme).bind("rng", "site")
+    except (TypeError, ValueError) as error:
+        given = getattr(scheme, "__name__", repr(scheme))
+        raise InputError(
+            f"attention_init={given} must be a function of (rng, site): call the scheme, as in "
+            "impulse()"
+        ) from error
+    try:
+        jax.eval_shape(jax.random.split, rng)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"rng={rng!r} must be a random key, such as jax.random.key(0)") from error
 
 
 def is_reference(name: str) -> bool:

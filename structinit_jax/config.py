@@ -27,6 +27,7 @@ from structinit_jax.checks import (
     find,
     is_count,
     is_reference,
+    require,
 )
 from structinit_jax.errors import InputError, prefixed, printable
 from structinit_jax.training.workdir import open_path, read_json
@@ -146,6 +147,11 @@ def validate(config: ConfigDict) -> None:
                 f"config.data.{field}={data[field]} must be a tuple of "
                 f"config.data.channels={data.channels} numbers"
             )
+    if config.attention_init.get("name") == "impulse_2025":
+        needs = "'learned' for config.attention_init.name='impulse_2025'"
+        positions = config.model.get("positions", "learned")
+        require("config.model.positions", positions, needs, lambda x: x == "learned")
+    require("config.num_steps", config.num_steps, "below 10**9", lambda x: x < 10**9)
     if not config.num_steps and config.cooldown_epochs >= config.num_epochs:
         raise InputError(
             f"config.cooldown_epochs={config.cooldown_epochs} must be below "
@@ -209,7 +215,8 @@ def load_config(location: str | Path) -> ConfigDict:
     path = stem + suffix.removesuffix(":")
     if not Path(path).is_file():
         raise InputError(
-            f"--config={path}: there is no such file in {Path.cwd()}; the recipes are in a checkout"
+            f"--config={path}: there is no such file in {Path.cwd()}: run from the repository, "
+            "or pass the whole path"
         )
     get_config = runpy.run_path(path)["get_config"]
     words = row.split(",") if row else []
@@ -243,7 +250,10 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
         if trust or not code:
             config = base_config(fields.model.name)
             # The options depend on the scheme, so those of the default are not kept.
-            config.attention_init = fields.attention_init
+            config.attention_init = {
+                option: tuple(value) if isinstance(value, list) else value
+                for option, value in fields.attention_init.items()
+            }
             if values.get("model.remat") == "auto":  # of earlier versions
                 values["model.remat"] = "none"
             known = flatten_dict(config.to_dict(), sep=".")

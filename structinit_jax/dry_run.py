@@ -164,6 +164,7 @@ def time_step(
 # Parts of a compiled program's HLO text.
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*?\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 _INSTRUCTION = re.compile(r"%([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(.*)")
+_ARRAY = re.compile(r"\b(pred|[a-z]+?(\d+)\w*)\[([\d,]*)\]")
 _CALL = re.compile(r"(?:body|to_apply|calls|\w+_computation)=%([\w.\-]+)")
 _COLLECTIVE = re.compile(
     r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?"
@@ -201,6 +202,8 @@ def bytes_by_kind(hlo: str) -> dict[str, int]:
             size = sum(sizes[operand] for operand in re.findall(r"%([\w.\-]+)", operands))
             if kind == "all-gather":  # its start returns the operands, too
                 size = sizes[name] - (size if start else 0)
+            if computation.startswith("all-reduce-scatter"):  # in TPU programs, and a slice
+                kind = "reduce-scatter"
             totals[computation][kind] += size
     return totals[computation]
 
@@ -208,8 +211,9 @@ def bytes_by_kind(hlo: str) -> dict[str, int]:
 def _num_bytes(type_):
     """Returns the bytes of a type in HLO, such as '(f32[2,3], bf16[])'."""
     return sum(
-        int(bits) // 8 * math.prod(map(int, filter(None, shape.split(","))))
-        for bits, shape in re.findall(r"\b[a-z]+(\d+)\[([\d,]*)\]", type_)
+        (1 if name == "pred" else math.ceil(int(bits) / 8))
+        * math.prod(int(size) for size in shape.split(",") if size)
+        for name, bits, shape in _ARRAY.findall(type_)
     )
 
 

@@ -27,8 +27,8 @@ def prefixed(place: str) -> Iterator[None]:
 
     A library function names its own argument; whoever passes a field of the config adds the path:
 
-        with prefixed("config.model: "):
-            grid = token_grid(image_size, patch_size)  # 'config.model: image_size=30 is not …'
+        with prefixed("config."):
+            mesh = make_mesh(config.fsdp)  # 'config.fsdp=3 does not divide the 8 devices: …'
     """
     try:
         yield

@@ -71,6 +71,8 @@ def evaluate_checkpoint(
     if it does not fit the config, or if the data cannot be used or have other classes.
     """
     dataset = build.open_data(config)
+    if out:
+        Path(out).mkdir(parents=True, exist_ok=True)
     model, state = restore_model(config, workdir, step=step)
     names = dataset.class_names
     pairs = zip(class_names(workdir, state), names, strict=True)

@@ -62,6 +62,8 @@ class Classifier:
         if isinstance(files, str | os.PathLike):
             raise InputError(f"files={os.fspath(files)!r} must be a list of paths: put it in [ ]")
         files = list(files)
+        if not files:
+            return np.zeros((0, len(self.class_names)), np.float32)
         records = [{"image": os.fspath(file), "label": 0} for file in files]
         data = self.config.data
         names = self.class_names
@@ -73,5 +75,5 @@ class Classifier:
         try:
             logits = [self._logits(self._weights, batch["image"]) for batch in batches]
         except BadImageError as error:  # its advice is for training
-            raise InputError(f"{error.problem}.") from error
+            raise InputError(f"{error.problem}.") from None
         return np.concatenate(jax.device_get(logits))[: len(files)]

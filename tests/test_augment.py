@@ -3,14 +3,12 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import references
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from structinit_jax.augment import make_augment
 from structinit_jax.augment import mix as mix_lib
 from structinit_jax.config import base_config
-from structinit_jax.errors import InputError
 
 REFERENCE = references.load("train_script")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -91,8 +89,3 @@ def test_pixels_are_mixed_as_by_timms_train_script(monkeypatch):
     ours = augment(jax.random.key(0), jnp.asarray(inputs), jnp.asarray(labels))
     np.testing.assert_allclose(ours[0], images, atol=2e-6)
     np.testing.assert_allclose(ours[1], targets, atol=1e-6)
-
-
-def test_groups_of_mixing_divide_the_batch():
-    with pytest.raises(InputError, match=r"^mix_group=3 does not divide .* 16"):
-        make(mixup=1.0, mix_group=3)(jax.random.key(0), IMAGES, LABELS)

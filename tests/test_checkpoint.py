@@ -274,7 +274,6 @@ def test_files_of_the_state_that_no_index_names_are_noticed(directory, capsys):
         *[(name, text) for name in ("run.json", "index_0.json") for text in (b"[1]", b"{}", b"3")],
         *[(name, b"[" * 100_000) for name in ("run.json", "index_0.json")],
         *[("index_0.json", {"files": files}) for files in ({}, [], {"state/a": 1})],
-        ("run.json", {"version": files_lib.VERSION + 1}),
     ],
 )
 def test_valid_checksums_around_other_json_are_noticed(directory, name, content, capsys):
@@ -282,6 +281,15 @@ def test_valid_checksums_around_other_json_are_noticed(directory, name, content,
     write_json(path, content if isinstance(content, bytes) else read_json(path) | content)
     assert checkpoint.find_step(directory) == 8
     assert f"note: skipping checkpoint {directory / '12'}: " in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_a_later_version_is_not_damaged(directory):
+    path = directory / "12" / "run.json"
+    write_json(path, read_json(path) | {"version": files_lib.VERSION + 1})
+    with pytest.raises(InputError, match="later version"):
+        checkpoint.find_step(directory)
+    with pytest.raises(InputError, match="later version"):
+        checkpoint.Checkpoints(directory, keep=2)
 
 
 def test_steps_that_are_no_int32_are_not_ours(directory):

@@ -5,6 +5,7 @@ import pytest
 from structinit_jax import command_line
 from structinit_jax import config as config_lib
 from structinit_jax.errors import InputError
+from structinit_jax.models import VisionTransformer
 
 
 def changed(field, value):
@@ -73,6 +74,26 @@ def test_a_scheme_sets_the_fields_that_it_needs():
 
 def my_scheme(strength=1.0):
     return lambda rng, site: strength
+
+
+def test_a_closed_form_without_learned_positions_is_refused():
+    config = config_lib.base_config("vit")
+    config_lib.set_scheme(config, "impulse_2025")
+    config.model.positions = "sincos"
+    with pytest.raises(InputError, match=r"config\.model\.positions='sincos'"):
+        config_lib.validate(config)
+
+
+class Extended(VisionTransformer):
+    """A model of a user's own with a field that its family does not have."""
+
+    @classmethod
+    def default_config(cls):
+        return super().default_config() | {"extra": 3}
+
+
+def test_a_model_of_the_users_own_may_add_fields_to_a_family():
+    config_lib.validate(config_lib.base_config(f"{__name__}:Extended"))
 
 
 def test_a_scheme_of_the_users_own_needs_no_edit_in_the_package():

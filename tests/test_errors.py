@@ -2,8 +2,10 @@ import dataclasses
 import math
 from typing import Annotated, Literal
 
+import jax
 import pytest
 
+import structinit_jax as si
 from structinit_jax.checks import (
     Check,
     Fraction,
@@ -13,6 +15,7 @@ from structinit_jax.checks import (
     PositiveInt,
     Probability,
     check_fields,
+    check_scheme,
     find,
     is_reference,
 )
@@ -95,3 +98,16 @@ def test_control_characters_of_names_are_escaped():
     assert printable("two\nlines\x1b", keep="\n") == "two\nlines\\x1b"
     with pytest.raises(InputError, match=r"^a\\nerror: b does not exist"):
         check_fields(Fields, {"a\nerror: b": 1})
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rng", "argument"),
+    [
+        (si.impulse, jax.random.key(0), "attention_init=impulse"),
+        ("impulse", jax.random.key(0), "attention_init='impulse'"),
+        (si.impulse(), 0, "rng=0"),
+    ],
+)
+def test_a_scheme_is_called_and_gets_a_random_key(scheme, rng, argument):
+    with pytest.raises(InputError, match=argument):
+        check_scheme(scheme, rng)  # as initialize and models do

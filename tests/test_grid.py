@@ -145,6 +145,10 @@ def test_runs_without_a_record_are_checked_against_their_own_config(start, tiny_
     with pytest.raises(InputError, match=r"seed_0:\n  learning_rate: 0.001 -> 0.5\n"):
         start(["default"], [0, 1], config=changed)
     assert start(["default"], [0, 1]) == (0, [])  # the same settings: done before
+    (tmp_path / records.GRID).unlink()
+    (tmp_path / "default" / "seed_0" / "config.json").unlink()
+    with pytest.raises(InputError, match=r"seed_0: config\.json is missing"):
+        start(["default"], [0, 1])
 
 
 def test_a_damaged_record_is_named(start, tmp_path):

@@ -103,6 +103,10 @@ def test_metrics_are_not_written_through_links(tmp_path):
     (tmp_path / "tensorboard").symlink_to(tmp_path / "photos")
     with pytest.raises(InputError, match="tensorboard is a symbolic link"):
         MetricsLog(tmp_path, 0)
+    (tmp_path / "profile").mkdir()
+    (tmp_path / "profile" / "plugins").symlink_to(tmp_path / "photos")
+    with pytest.raises(InputError, match="plugins is a symbolic link"):
+        StepTrace(tmp_path, first_step=1).after(0, None)
     assert not list((tmp_path / "photos").iterdir())
 
 

@@ -39,6 +39,10 @@ def test_logits_are_those_of_the_checkpoint(classify, digits, run_config, finish
     np.testing.assert_allclose(classify(str(f) for f in files[3:4]), expected[3:4], atol=1e-5)
 
 
+def test_no_files_have_no_logits(classify):
+    assert classify([]).shape == (0, 10)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [("gone.png", r"gone\.png\): No such file"), ("text.png", r"text\.png")],

@@ -70,6 +70,12 @@ def test_mistaken_axes_are_refused(tiny_config, axis):
         settings.expand(tiny_config.lock(), ["impulse"], settings.parse_axes([axis]))
 
 
+def test_two_settings_of_one_name_are_refused(tiny_config):
+    tiny_config.data.name = "folder"
+    with pytest.raises(InputError, match="two settings of the name"):
+        settings.expand(tiny_config, ["default"], {"data.data_dir": ["a b", "a_b", "a(b"]})
+
+
 def test_weights_that_replace_the_schemes_leave_nothing_to_compare(tiny_config):
     tiny_config.start_from = "model.safetensors"
     assert list(settings.expand(tiny_config.lock(), ["impulse"], {})) == ["impulse"]

@@ -82,7 +82,7 @@ def impulse(
         start_norm(site.head_dim, site.qk_scale, site.width),
         head_dim=site.head_dim,
         qk_scale=site.qk_scale,
-        target_mass=target_mass,
+        target_mass=float(target_mass),  # static
         **options,
     )
     num_impulse = -(-site.num_layers // 2) if half else site.num_layers

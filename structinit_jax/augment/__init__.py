@@ -19,7 +19,6 @@ from ml_collections import ConfigDict
 
 from structinit_jax.augment import mix, rand_augment, transforms
 from structinit_jax.checks import Check, NonNegativeFloat, NonNegativeInt, Probability
-from structinit_jax.errors import InputError
 
 # Each operation has its own random stream, so disabling one does not change the others' draws.
 # Stream 3 was that of color jitter in earlier versions.
@@ -79,7 +78,7 @@ def make_augment(
     RandAugment, mixing, rounding, normalization, erasing. With a Threefry key, which is JAX's
     default, the random numbers for an image depend only on `rng` and on its index in the batch, so
     the result does not depend on the number of devices. The function returns normalized float32
-    images and targets, and raises `InputError` if `mix_group` does not divide the batch.
+    images and targets, whose number `mix_group` must divide.
 
     Args:
       config: The section `config.augment`, with the fields of `AugmentConfig`.
@@ -115,11 +114,6 @@ def make_augment(
         return images
 
     def augment(rng, images, labels):
-        if config.mix_group and len(images) % config.mix_group:
-            raise InputError(
-                f"mix_group={config.mix_group} does not divide the batch size {len(images)}: "
-                "choose a divisor, or 0 to mix within the whole batch"
-            )
         index = jnp.arange(len(images))
         images = _shard(change_pixels, mesh)(rng, index, images)
         targets = jax.nn.one_hot(labels, num_classes)

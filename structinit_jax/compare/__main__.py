@@ -53,7 +53,8 @@ from structinit_jax.errors import InputError
 def define_flags() -> None:
     """Defines the flags of this command alone."""
     flags.DEFINE_list("schemes", [], "Initializations to compare.")
-    flags.DEFINE_integer("seeds", 3, "Seeds of each setting.", lower_bound=1)
+    text = "Seeds of each setting: by default 3, and 1 with --table."
+    flags.DEFINE_integer("seeds", None, text, lower_bound=1)
     text = "A field and its values, such as model.num_heads=3,6. May be repeated."
     flags.DEFINE_multi_string("grid", [], text)
     flags.DEFINE_string("table", None, "A table of the papers, such as 2024.2, in place of a grid.")
@@ -80,7 +81,8 @@ def main(overrides: command_line.Overrides) -> None:
         schemes = FLAGS.schemes or [config.attention_init.name]
         settings = settings_lib.expand(config, schemes, settings_lib.parse_axes(FLAGS.grid))
     first = next(iter(settings.values())).seed
-    failed = grid.run_grid(settings, range(first, first + FLAGS.seeds), workdir, rows)
+    num_seeds = FLAGS.seeds or (1 if of_table else 3)
+    failed = grid.run_grid(settings, range(first, first + num_seeds), workdir, rows)
     if failed:
         sys.exit(f"{failed} runs failed: see the report; the same command tries them again")
 

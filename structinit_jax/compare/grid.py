@@ -130,8 +130,15 @@ def _merge(workdir, new, settings):
             configs = {f"the setting {name} in {workdir}": old[name]["config"]}
             facts["seeds"] = sorted({*old[name]["seeds"], *facts["seeds"]})
         else:  # runs that `compare.json` lacks, since it was deleted
-            paths = sorted((workdir / name).glob("seed_*/config.json"))
-            configs = {str(path.parent): workdir_lib.read_json(path) for path in paths}
+            configs = {}
+            for folder in sorted((workdir / name).glob("seed_*")):
+                if (folder / "config.json").exists():
+                    configs[str(folder)] = workdir_lib.read_json(folder / "config.json")
+                elif (folder / "status.txt").exists():
+                    raise InputError(
+                        f"{folder}: config.json is missing, so its run cannot be checked: delete "
+                        "the folder"
+                    )
         for place, config in configs.items():
             free = ("seed", *records.HARMLESS)
             resume.check_config(config, settings[name], place, tuple(settings[name]), free)

@@ -52,6 +52,8 @@ def expand(
             # From parsed values, so that 1e-3 and 0.001 give the same name.
             parts = [scheme, *(f"{field}={attrgetter(field)(point)}" for field in own)]
             name = ",".join(re.sub(r"[^\w.=+-]", "_", part.replace(" ", "")) for part in parts)
+            if name in settings:
+                raise InputError(f"--schemes and --grid have two settings of the name {name}")
             settings[name] = point.lock()
     return settings
 

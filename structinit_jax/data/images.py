@@ -31,7 +31,7 @@ class BadImageError(InputError):
     def __init__(self, problem: str):
         super().__init__(
             f"{problem}. Replace it with an intact image, or start a new run with"
-            " on_bad_image='skip'."
+            " --config.data.on_bad_image=skip."
         )
         self.problem = problem
 

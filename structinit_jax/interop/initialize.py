@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from structinit_jax.attention_init import AttentionInit, AttentionWeights
 from structinit_jax.attention_init.sites import GRID, check_shape
-from structinit_jax.checks import require
+from structinit_jax.checks import check_scheme, require
 from structinit_jax.errors import InputError
 from structinit_jax.interop.arrays import as_array, check_array, like, replace_rows
 from structinit_jax.interop.host import Grid, Host, find_hosts
@@ -60,6 +60,7 @@ def initialize(
     Raises:
       InputError: An argument is missing, or the model does not fit the scheme.
     """
+    check_scheme(attention_init, rng)
     if grid is not None:
         require("grid", grid, *GRID)
     leaves, rebuild = flatten(params)

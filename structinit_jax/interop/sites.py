@@ -66,8 +66,9 @@ def find_site(
         return AttentionSite(grid=grid, **host.sizes())  # some schemes need no positions
     raise InputError(
         f"positions: params hold no position table of width {host.width}: pass the encoding that "
-        "the model adds to its tokens as positions=[N, D], or its rotary positions as rotations, "
-        "or for a scheme that needs none ('mimetic') grid=(rows, cols)"
+        "the model adds to its tokens as positions=[N, D], or its rotary positions, such as "
+        "rotations=model.rope.get_embed(...), or for a scheme that needs none ('mimetic') "
+        "grid=(rows, cols)"
     )
 
 

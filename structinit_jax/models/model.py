@@ -22,7 +22,7 @@ from structinit_jax.attention_init import (
     Weights,
 )
 from structinit_jax.attention_init.sites import check_shape
-from structinit_jax.checks import Fraction, PositiveInt, check_fields
+from structinit_jax.checks import Fraction, PositiveInt, check_fields, check_scheme
 from structinit_jax.errors import InputError
 from structinit_jax.models.layers import RESIDUAL, Rng, set_weight
 
@@ -155,6 +155,7 @@ class Model(nnx.Module):
         so initialize a new model for each. Returns what the scheme returned for each stack, by
         name. Raises `InputError` if the scheme does not fit the model.
         """
+        check_scheme(scheme, rng)
         sites = self.sites()
         rngs = [rng] if len(sites) == 1 else jax.random.split(rng, len(sites))
         stacks = zip(sites.items(), rngs, strict=True)
@@ -262,8 +263,10 @@ def run_stack(
 
 def image_sides(image_size: int | Sequence[int]) -> tuple[int, int]:
     """Returns (height, width) of an image size, where a single number is both."""
-    height, width = (image_size,) * 2 if np.ndim(image_size) == 0 else image_size
-    return height, width
+    sides = (image_size,) * 2 if np.ndim(image_size) == 0 else tuple(image_size)
+    if len(sides) != 2:
+        raise InputError(f"image_size={image_size} must be one number, or (height, width)")
+    return sides
 
 
 def token_grid(image_size: int | Sequence[int], patch_size: int) -> tuple[int, int]:

@@ -176,7 +176,7 @@ def make_model(config: ConfigDict, mesh: Mesh) -> AbstractModel:
         rngs = nnx.Rngs(params=rng)
         return create_model(options, image_size=data.image_size, channels=data.channels, rngs=rngs)
 
-    with prefixed("config.model: "):
+    with prefixed("config.model and config.data: "):
         return abstract_model(create, mesh)
 
 
@@ -234,6 +234,12 @@ def abstract_batch(config: ConfigDict, mesh: Mesh) -> dict[str, jax.ShapeDtypeSt
 
 def make_augmentation(config: ConfigDict, mesh: Mesh) -> Augment:
     """Returns the augmentation of training batches that are sharded over a mesh."""
+    group = config.augment.mix_group
+    if group and config.batch_size % group:
+        raise InputError(
+            f"config.augment.mix_group={group} must divide config.batch_size={config.batch_size}, "
+            "or be 0 to mix within the whole batch"
+        )
     return make_augment(
         config.augment,
         num_classes=config.model.num_classes,

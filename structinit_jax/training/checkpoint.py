@@ -78,9 +78,12 @@ class Checkpoints:
             files_lib.remove_unfinished(folder)
         folders = step_folders(self.directory)
         self._runs = dict(files_lib.intact_runs(folders))
-        # The first one may be incomplete, if a process ended while others had finished.
-        if not self._runs and sum((folder / RUN).exists() for folder in folders) > 1:
-            raise InputError(f"{self.directory} has no intact checkpoint: repair or delete it")
+        # Of several processes that upload the first one, some may end before they have finished.
+        unfinished = 1 if self._staged else 0
+        if not self._runs and sum((folder / RUN).exists() for folder in folders) > unfinished:
+            raise InputError(
+                f"{self.directory} has no intact checkpoint: repair it, or delete it to start anew"
+            )
 
     def save(self, step: int, state: TrainState, run: dict[str, Any]) -> None:
         """Starts to save a checkpoint in the background.

@@ -79,11 +79,17 @@ def index_path(folder: epath.Path, process: int) -> epath.Path:
 # -- reading ---------------------------------------------------------------------------------------
 
 
+class LaterVersionError(InputError):
+    """A checkpoint is of a later version of this package, which does not make it damaged."""
+
+
 def intact_runs(folders: Iterable[epath.Path]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields step and `run.json` of the intact checkpoints; reports the others."""
     for folder in folders:
         try:
             yield int(folder.name), _read_intact(folder)
+        except LaterVersionError:
+            raise
         except UNREADABLE as error:
             print(f"note: skipping checkpoint {folder}: {error}")
 
@@ -97,7 +103,10 @@ def read_run(folder: epath.Path) -> dict[str, Any]:
     """
     run = _read_json(folder / RUN)
     if run.get("version", 1) > VERSION:
-        raise InputError(f"{RUN} has version={run['version']}, of a later version of this package")
+        raise LaterVersionError(
+            f"{folder} was written by a later version of this package: update it, or use another "
+            "workdir"
+        )
     if str(run["step"]) != folder.name:
         raise InputError(f"{RUN} belongs to step {run['step']}")
     return run

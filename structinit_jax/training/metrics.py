@@ -200,6 +200,8 @@ class StepTrace:
         if step + 1 == self._first:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # tracing Python calls would slow the steps down
+            for folder in (".", "plugins", "plugins/profile"):  # in which JAX makes a new one
+                make_folder(self._directory / folder)
             jax.profiler.start_trace(
                 self._directory, create_perfetto_trace=True, profiler_options=options
             )

@@ -64,8 +64,10 @@ def train(
         on_exit.enter_context(memory.explain_out_of_memory())
         on_exit.enter_context(workdir_lib.report_full_disk(workdir))
 
-        # -- Data ----------------------------------------------------------------------------------
+        # -- Data and workdir ----------------------------------------------------------------------
         dataset = build.open_data(config)
+        # Locked before images are read, which may take long.
+        workdir = on_exit.enter_context(workdir_lib.open_workdir(workdir))
         train_source, eval_source = build.open_splits(config, dataset)
 
         # -- Mesh, schedule, model, optimizer and step: checked here, allocated below --------------
@@ -78,8 +80,7 @@ def train(
         step_function = build.make_step(config, model, optimizer, schedule.learning_rate)
         train_step = build.jit_step(step_function, mesh, abstract_state)
 
-        # -- Workdir -------------------------------------------------------------------------------
-        workdir = on_exit.enter_context(workdir_lib.open_workdir(workdir))
+        # -- Record of the run ---------------------------------------------------------------------
         names = list(dataset.class_names)
         data = config.data
         # Saved with each checkpoint, and checked when the run is resumed from it.
