@@ -302,6 +302,13 @@ def test_steps_that_are_no_int32_are_not_ours(directory):
     assert checkpoint.find_step(directory, "9" * 5000) is None
 
 
+def test_pipes_and_devices_are_not_read(directory):
+    for step, name in (("12", ARRAY), ("8", "run.json")):
+        (directory / step / name).unlink()
+        os.mkfifo(directory / step / name)
+    assert checkpoint.find_step(directory) == 4
+
+
 def test_nothing_is_written_or_deleted_through_a_link(directory, tmp_path):
     (tmp_path / "photos" / "2024").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "photos")

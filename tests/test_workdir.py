@@ -100,3 +100,15 @@ def test_a_full_disk_is_one_sentence(tmp_path, error):
     assert "\n" not in str(caught.value)
     with pytest.raises(OSError, match="permitted"), workdir_lib.report_full_disk(tmp_path):
         raise PermissionError("not permitted")
+
+
+def test_only_regular_files_are_opened(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for name in ("pipe", "zero", "."):
+        with pytest.raises(InputError, match="not a regular file"):
+            workdir_lib.read_file(tmp_path / name)
+    with pytest.raises(InputError, match="pipe is not a regular file"):
+        workdir_lib.open_to_append(tmp_path / "pipe")
+    with pytest.raises(InputError, match=r"missing cannot be read"):
+        workdir_lib.read_file(tmp_path / "missing")

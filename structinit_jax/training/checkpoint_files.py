@@ -33,6 +33,7 @@ from flax.traverse_util import flatten_dict
 from structinit_jax.errors import InputError, printable
 from structinit_jax.training.workdir import (
     PARTIAL,
+    is_regular,
     is_url,
     parse_json,
     read_file,
@@ -132,6 +133,8 @@ def _read_intact(folder):
     """Returns `run.json` of a checkpoint; raises one of `UNREADABLE` if any file is damaged."""
 
     def check(name, digest):
+        if not is_regular(folder / name):
+            raise InputError(f"{printable(name)} is missing")
         if digest_of(folder / name) != digest:
             raise InputError(f"{printable(name)} does not match its checksum")
 

@@ -1,8 +1,9 @@
 """The output directory of a run: its lock and its small files.
 
 A workdir may come from somebody else, or lie in a folder like /tmp in which others can prepare it.
-Nothing is written, replaced or deleted through a symbolic link in it. The path of the workdir may
-itself be a link, such as one to a scratch disk.
+Nothing is written, replaced or deleted through a symbolic link in it, and what is read must be a
+regular file: a pipe would block. The path of the workdir may itself be a link, such as one to a
+scratch disk.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,10 +134,18 @@ def identify(workdir: epath.Path) -> str | None:
 # -- reading ---------------------------------------------------------------------------------------
 
 
+def is_regular(path: epath.PathLike) -> bool:
+    """Whether a path is that of a file, not of a pipe or device (etils takes these for files)."""
+    return is_url(path) or os.path.isfile(path)
+
+
 def read_file(path: epath.PathLike) -> bytes:
-    """Returns the content of a file; `InputError` if it cannot be read."""
+    """Returns the content of a file; `InputError` if it is missing or not a regular file."""
+    path = epath.Path(path)
     try:
-        return epath.Path(path).read_bytes()
+        if path.exists() and not is_regular(path):
+            raise InputError(f"{path} is not a regular file")
+        return path.read_bytes()
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -165,18 +175,18 @@ def make_folder(folder: epath.PathLike) -> None:
 
 
 def open_to_append(path: epath.PathLike) -> TextIO:
-    """Opens a text file to read it and to append lines; `InputError` if it is a link."""
-
-    def open_itself(path, flags):
-        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-    text = dict(buffering=1, encoding="utf-8", errors="backslashreplace")
+    """Opens a text file to read it and to append lines; `InputError` if it is a link or a pipe."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        return open(path, "a+", opener=open_itself, **text)
+        number = os.open(path, flags, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise _link_error(path) from error
         raise
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise InputError(f"{path} is not a regular file: delete it")
+    return open(number, "a+", buffering=1, encoding="utf-8", errors="backslashreplace")
 
 
 @contextlib.contextmanager
