@@ -39,8 +39,8 @@ from structinit_jax.command_line import FLAGS
 from structinit_jax.compare.settings import expand
 from structinit_jax.data.folder import title
 from structinit_jax.errors import InputError
+from structinit_jax.files import replace_files
 from structinit_jax.training import resume
-from structinit_jax.training.workdir import replace_files
 
 
 def define_flags() -> None:

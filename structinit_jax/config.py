@@ -30,7 +30,7 @@ from structinit_jax.checks import (
     require,
 )
 from structinit_jax.errors import InputError, prefixed, printable
-from structinit_jax.training.workdir import open_path, read_json
+from structinit_jax.files import open_path, read_json
 
 Share = Annotated[float, Check("a number from 0.1 to 1", lambda x: 0.1 <= x <= 1)]
 Mean = Annotated[float, Check("in [0, 1] (of pixels divided by 255)", lambda x: 0 <= x <= 1)]

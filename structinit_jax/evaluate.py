@@ -10,10 +10,10 @@ from etils import epy
 from ml_collections import ConfigDict
 
 from structinit_jax.errors import InputError
+from structinit_jax.files import open_path
 from structinit_jax.training import build, checkpoint, resume, sharding
 from structinit_jax.training.evaluation import describe, make_evaluator
 from structinit_jax.training.state import AbstractModel, TrainState
-from structinit_jax.training.workdir import open_path
 
 with epy.lazy_imports():  # imports matplotlib
     from structinit_jax.training import figures

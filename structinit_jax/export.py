@@ -27,8 +27,8 @@ from structinit_jax import config as config_lib
 from structinit_jax.command_line import FLAGS
 from structinit_jax.errors import InputError
 from structinit_jax.evaluate import class_names, restore_model
+from structinit_jax.files import write_atomically
 from structinit_jax.models.timm import to_timm
-from structinit_jax.training.workdir import write_atomically
 
 WEIGHTS = "model.safetensors"  # as timm expects it in a folder
 CLASS_MAP = "class_map.pkl"  # timm's text format cannot hold every name of a folder

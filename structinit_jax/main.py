@@ -22,10 +22,10 @@ from etils import epy
 from structinit_jax import command_line, evaluate
 from structinit_jax.command_line import FLAGS
 from structinit_jax.errors import InputError
+from structinit_jax.files import open_path, write_atomically
 from structinit_jax.training import distributed
 from structinit_jax.training.metrics import read_metrics
 from structinit_jax.training.train import train
-from structinit_jax.training.workdir import open_path, write_atomically
 
 with epy.lazy_imports():  # most runs need no dry run, and matplotlib at an evaluation
     from structinit_jax import dry_run

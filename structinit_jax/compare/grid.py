@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from structinit_jax import __version__, command_line
+from structinit_jax import __version__, command_line, files
 from structinit_jax.compare import records, report
 from structinit_jax.compare.settings import find_baselines
 from structinit_jax.data.source import digest
@@ -67,13 +67,13 @@ def run_grid(
     for note in dict.fromkeys(notes.getvalue().splitlines()):  # once for all settings
         print(note)
     baselines = {name: rows[name]["baseline"] for name in settings} if rows else None
-    with workdir_lib.report_full_disk(workdir):
+    with files.report_full_disk(workdir):
         with workdir_lib.lock_workdir(workdir):
             info = _merge(workdir, new, settings)
             info["baselines"] |= baselines or find_baselines(settings)
             machines = dict.fromkeys([*info["machine"].split("\n\n"), _describe_machine()])
             info["machine"] = "\n\n".join(filter(None, machines))
-            workdir_lib.write_atomically(workdir / records.GRID, json.dumps(info, indent=1) + "\n")
+            files.write_atomically(workdir / records.GRID, json.dumps(info, indent=1) + "\n")
         try:
             return _train_all(workdir, info, settings, seeds)
         except KeyboardInterrupt:
@@ -133,7 +133,7 @@ def _merge(workdir, new, settings):
             configs = {}
             for folder in sorted((workdir / name).glob("seed_*")):
                 if (folder / "config.json").exists():
-                    configs[str(folder)] = workdir_lib.read_json(folder / "config.json")
+                    configs[str(folder)] = files.read_json(folder / "config.json")
                 elif (folder / "status.txt").exists():
                     raise InputError(
                         f"{folder}: config.json is missing, so its run cannot be checked: delete "
@@ -173,7 +173,7 @@ def _train_all(workdir, info, settings, seeds) -> int:
             say(f"done before, {run.result}")
             continue
         for folder in (run.folder.parent, run.folder):
-            workdir_lib.make_folder(folder)
+            files.make_folder(folder)
             workdir_lib.prepare_workdir(folder)
         with contextlib.ExitStack() as locked:
             try:
@@ -204,7 +204,7 @@ def _train(config, run, say, stop):
         name = run.facts["test_name"]
         say(f"step {step}, epoch {run.epoch(step):.1f}, {name} accuracy {accuracy:.2%}")
 
-    log = workdir_lib.open_to_append(run.folder / LOG)
+    log = files.open_to_append(run.folder / LOG)
     with log, contextlib.redirect_stdout(log):
         try:
             train(config.lock(), run.folder, stop_request=stop, on_evaluation=show_evaluation)
@@ -213,4 +213,4 @@ def _train(config, run, say, stop):
                 raise
             traceback.print_exc(file=log)
             status = printable(f"{type(error).__name__}: {error}".splitlines()[0])
-    workdir_lib.write_atomically(run.folder / records.STATUS, status + "\n")
+    files.write_atomically(run.folder / records.STATUS, status + "\n")

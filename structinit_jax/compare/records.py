@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from structinit_jax.errors import prefixed, printable
+from structinit_jax.files import read_file, read_json
 from structinit_jax.training.metrics import read_metrics
-from structinit_jax.training.workdir import read_file, read_json
 
 GRID = "compare.json"
 STATUS = "status.txt"  # of a run: `DONE`, or why it failed

@@ -17,9 +17,9 @@ from scipy import special
 from structinit_jax.analysis.figures import COLORS, add_legend
 from structinit_jax.compare.records import HARMLESS, Comparison, read_comparison
 from structinit_jax.errors import printable
+from structinit_jax.files import write_atomically
 from structinit_jax.training.figures import csv_text, png
 from structinit_jax.training.resume import changes
-from structinit_jax.training.workdir import write_atomically
 
 CURVES = "curves.png"
 LINES = ("-", "--", ":", "-.")  # a style for each pass through the colors

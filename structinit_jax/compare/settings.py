@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from structinit_jax import command_line
 from structinit_jax import config as config_lib
 from structinit_jax.errors import InputError, suggest
-from structinit_jax.training.workdir import read_file
+from structinit_jax.files import read_file
 
 PAPERS = Path("configs/papers.csv")  # of a checkout, like the configs that it names
 

@@ -21,11 +21,11 @@ from etils import epath, epy
 from jax.experimental import multihost_utils
 
 from structinit_jax.errors import InputError
+from structinit_jax.files import is_url, make_folder
 from structinit_jax.training import checkpoint_files as files_lib
 from structinit_jax.training import distributed
 from structinit_jax.training.checkpoint_files import RUN, STATE, step_folders
 from structinit_jax.training.state import TrainState
-from structinit_jax.training.workdir import is_url, make_folder
 
 with epy.lazy_imports():  # takes 0.4 s; training does it while the step compiles
     import orbax.checkpoint as ocp

@@ -31,7 +31,7 @@ from etils import epath
 from flax.traverse_util import flatten_dict
 
 from structinit_jax.errors import InputError, printable
-from structinit_jax.training.workdir import (
+from structinit_jax.files import (
     PARTIAL,
     is_regular,
     is_url,

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from structinit_jax.errors import printable
-from structinit_jax.training.workdir import write_atomically
+from structinit_jax.files import write_atomically
 
 COLORS = {"train": "#0072b2", "eval": "#d55e00"}
 MAX_NAMED_CLASSES = 30  # more names and counts would overlap

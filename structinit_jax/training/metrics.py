@@ -16,8 +16,7 @@ import numpy as np
 from etils import epath, epy
 
 from structinit_jax.errors import InputError
-from structinit_jax.training import distributed
-from structinit_jax.training.workdir import (
+from structinit_jax.files import (
     is_url,
     make_folder,
     open_to_append,
@@ -25,6 +24,7 @@ from structinit_jax.training.workdir import (
     read_file,
     write_atomically,
 )
+from structinit_jax.training import distributed
 
 with epy.lazy_imports():  # only the first process of a training run needs them
     import tensorboardX

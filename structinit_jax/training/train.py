@@ -15,6 +15,7 @@ from etils import epy
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
+from structinit_jax import files
 from structinit_jax.data.source import digest
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.training import build, checkpoint, distributed, memory, resume, sharding
@@ -62,7 +63,7 @@ def train(
     with contextlib.ExitStack() as on_exit:
         began = time.perf_counter()
         on_exit.enter_context(memory.explain_out_of_memory())
-        on_exit.enter_context(workdir_lib.report_full_disk(workdir))
+        on_exit.enter_context(files.report_full_disk(workdir))
 
         # -- Data and workdir ----------------------------------------------------------------------
         dataset = build.open_data(config)
@@ -120,7 +121,7 @@ def train(
             state = state_lib.initialize_state(params, model_state, optimizer, abstract_state)
             del params, model_state  # donated
         if jax.process_index() == 0:
-            workdir_lib.write_atomically(workdir / "config.json", config.to_json(indent=2) + "\n")
+            files.write_atomically(workdir / "config.json", config.to_json(indent=2) + "\n")
         log = MetricsLog(workdir, start_step)
         on_exit.callback(log.close)
         if init_metrics:

@@ -1,0 +1,60 @@
+import contextlib
+import os
+
+import pytest
+
+from structinit_jax import files
+from structinit_jax.errors import InputError, StoppedError
+
+
+def test_files_are_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "file"
+    files.write_atomically(path, "old")
+    umask = os.umask(0o022)
+    os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask  # others may read it
+    with contextlib.suppress(RuntimeError), files.replace_files(tmp_path) as folder:
+        (folder / "file").write_text("new")
+        raise RuntimeError
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    assert path.read_text() == "old"
+
+
+def test_what_cannot_be_read_or_is_not_json_is_named(tmp_path):
+    path = tmp_path / "config.json"
+    with pytest.raises(InputError, match=rf"{path} cannot be read"):
+        files.read_json(path)
+    for content in (b"", b"{", b"\xff\xfe", b"[" * 100_000, b"9" * 5000):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=rf"{path} is not JSON"):
+            files.read_json(path)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        OSError(122, "Disk quota exceeded"),
+        ValueError("RESOURCE_EXHAUSTED: Error writing 'x': No space left on device; data loss"),
+    ],
+)
+def test_a_full_disk_is_one_sentence(tmp_path, error):
+    with pytest.raises(StoppedError) as caught, files.report_full_disk(tmp_path):
+        raise error
+    assert caught.value.exit_code == 1
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(OSError, match="permitted"), files.report_full_disk(tmp_path):
+        raise PermissionError("not permitted")
+
+
+def test_only_regular_files_are_opened(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for name in ("pipe", "zero", "."):
+        with pytest.raises(InputError, match="not a regular file"):
+            files.read_file(tmp_path / name)
+    with pytest.raises(InputError, match="pipe is not a regular file"):
+        files.open_to_append(tmp_path / "pipe")
+    with pytest.raises(InputError, match=r"missing cannot be read"):
+        files.read_file(tmp_path / "missing")
