@@ -27,11 +27,14 @@ from structinit_jax.checks import (
     find,
     is_count,
     is_reference,
-    require,
 )
 from structinit_jax.errors import InputError, prefixed, printable
 from structinit_jax.files import open_path, read_json
 
+# The names of checkpoints have nine digits, which fit int32.
+Steps = Annotated[
+    int, Check("a whole number from 0 to 10**9 - 1", lambda x: 0 <= x < 10**9 and is_count(x, 0))
+]
 Share = Annotated[float, Check("a number from 0.1 to 1", lambda x: 0.1 <= x <= 1)]
 Mean = Annotated[float, Check("in [0, 1] (of pixels divided by 255)", lambda x: 0 <= x <= 1)]
 Deviation = Annotated[
@@ -48,7 +51,7 @@ class RunFields:
     # -- schedule ----------------------------------------------------------------------------------
     seed: NonNegativeInt = 0  # of initial weights, data order, augmentation and all else random
     num_epochs: PositiveFloat = 30.0
-    num_steps: NonNegativeInt = 0  # if positive, overrides num_epochs
+    num_steps: Steps = 0  # if positive, overrides num_epochs
     batch_size: PositiveInt = 128  # global: summed over all devices of all hosts
 
     # -- loss and optimizer ------------------------------------------------------------------------
@@ -147,11 +150,11 @@ def validate(config: ConfigDict) -> None:
                 f"config.data.{field}={data[field]} must be a tuple of "
                 f"config.data.channels={data.channels} numbers"
             )
-    if config.attention_init.get("name") == "impulse_2025":
-        needs = "'learned' for config.attention_init.name='impulse_2025'"
-        positions = config.model.get("positions", "learned")
-        require("config.model.positions", positions, needs, lambda x: x == "learned")
-    require("config.num_steps", config.num_steps, "below 10**9", lambda x: x < 10**9)
+    if _lacks_learned_positions(config):
+        raise InputError(
+            f"config.model.positions={config.model.positions!r} must be 'learned' for "
+            "config.attention_init.name='impulse_2025'"
+        )
     if not config.num_steps and config.cooldown_epochs >= config.num_epochs:
         raise InputError(
             f"config.cooldown_epochs={config.cooldown_epochs} must be below "
@@ -182,11 +185,16 @@ def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:
         raise InputError(f"config.attention_init: {error}") from error
 
 
+def _lacks_learned_positions(config):
+    """Whether the closed form of `impulse_2025`, which needs learned positions, has others."""
+    is_closed_form = config.attention_init.get("name") == "impulse_2025"
+    return is_closed_form and config.model.get("positions", "learned") != "learned"
+
+
 def set_scheme(config: ConfigDict, name: str) -> None:
     """Sets `config.attention_init.name` and what depends on it, and prints a note of each change.
 
-    Removes the options of the former scheme that the new one does not take. The closed form of
-    `impulse_2025` needs learned positions.
+    Removes the options of the former scheme that the new one does not take.
     """
     section = config.attention_init
     own = scheme_options(name)
@@ -197,7 +205,7 @@ def set_scheme(config: ConfigDict, name: str) -> None:
             for option in foreign:
                 print(f"note: attention_init: {name!r} does not use {option}")
                 del section[option]
-        if name == "impulse_2025" and config.model.get("positions", "learned") != "learned":
+        if _lacks_learned_positions(config):
             print(f"note: {name} needs config.model.positions='learned': it is set")
             config.model.positions = "learned"
 

@@ -25,7 +25,7 @@ for row in "${rows[@]}"; do
   part "speed_$file" "$PYTHON" benchmarks/train_step.py "${speed[@]}" --programs all \
     --rows "$name" --batch="${row##* }" --out="$OUT/speed_$file.json"
 done
-part solve "$PYTHON" benchmarks/gpu/solve.py "${models[@]}"
+part solve "$PYTHON" benchmarks/solve.py --models "${models[@]}" --out="$OUT/solve.json"
 part profile "$PYTHON" -m structinit_jax.main "${digits[@]}" --workdir="$OUT/profile" \
   --config.num_steps=20 --profile_step=5
 finish

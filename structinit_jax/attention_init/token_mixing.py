@@ -1,10 +1,9 @@
 """Schemes for layers that mix tokens without attention: MLPs and depthwise convolutions.
 
 The papers do not cover token-mixing MLPs (`TokenMixingSite`), as in MLP-Mixer; `impulse` and
-`mimetic` for them are our own. Neither is better than
-the model's own initialization (benchmarks/results/search.md), which is the default for a Mixer: all
-channels share the token mixing, and shifts by the same offset at every token do not tell positions
-apart.
+`mimetic` for them are our own. Neither is better than the model's own initialization
+(benchmarks/results/search.md), which is the default for a Mixer: all channels share the token
+mixing, and shifts by the same offset at every token do not tell positions apart.
 
 Token mixing computes y = A gelu(B u), biases aside, for the N values u of each channel. Since
 gelu(z) - gelu(-z) = z, B = [B'; -B'] and A = [A', -A'] give y = A' B' u exactly. Every linear map

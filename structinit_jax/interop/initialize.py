@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from structinit_jax.attention_init import AttentionInit, AttentionWeights
+from structinit_jax.attention_init.draws import split_by_stack
 from structinit_jax.attention_init.sites import GRID, check_shape
 from structinit_jax.checks import check_scheme, require
 from structinit_jax.errors import InputError
@@ -69,7 +70,7 @@ def initialize(
     if grid is not None and all(site.grid != grid for site in sites):
         windows = ", ".join(str(site.grid) for site in sites)
         raise InputError(f"grid={grid} is none of the windows {windows}: leave it out")
-    rngs = [rng] if len(hosts) == 1 else jax.random.split(rng, len(hosts))
+    rngs = split_by_stack(rng, len(hosts))
     for host, site, site_rng in zip(hosts, sites, rngs, strict=True):
         for name, new in _write(host, attention_init(site_rng, site), site.grid).items():
             check_array("params", name, leaves[name])

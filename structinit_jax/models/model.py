@@ -21,6 +21,7 @@ from structinit_jax.attention_init import (
     Site,
     Weights,
 )
+from structinit_jax.attention_init.draws import split_by_stack
 from structinit_jax.attention_init.sites import check_shape
 from structinit_jax.checks import Fraction, PositiveInt, check_fields, check_scheme
 from structinit_jax.errors import InputError
@@ -157,8 +158,7 @@ class Model(nnx.Module):
         """
         check_scheme(scheme, rng)
         sites = self.sites()
-        rngs = [rng] if len(sites) == 1 else jax.random.split(rng, len(sites))
-        stacks = zip(sites.items(), rngs, strict=True)
+        stacks = zip(sites.items(), split_by_stack(rng, len(sites)), strict=True)
         weights = {name: scheme(stack_rng, site) for (name, site), stack_rng in stacks}
         for name, of_stack in weights.items():
             if isinstance(of_stack, AttentionWeights):

@@ -57,9 +57,7 @@ class AbstractModel(NamedTuple):
     params: dict[str, Any]
     model_state: dict[str, Any]
     stacks: tuple[str, ...]  # see `Model.stacks`
-    decayed: dict[
-        str, Any
-    ]  # whether weight decay applies to each of the params, see `Model.decays`
+    decayed: dict[str, Any]  # like the params: whether weight decay applies, see `Model.decays`
 
 
 def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, dict[str, Any], dict[str, Any]]:
