@@ -262,8 +262,6 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
                 option: tuple(value) if isinstance(value, list) else value
                 for option, value in fields.attention_init.items()
             }
-            if values.get("model.remat") == "auto":  # of earlier versions
-                values["model.remat"] = "none"
             known = flatten_dict(config.to_dict(), sep=".")
             config.update_from_flattened_dict({k: v for k, v in values.items() if k in known})
     except (ValueError, AttributeError, TypeError, RecursionError) as error:

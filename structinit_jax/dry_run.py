@@ -3,8 +3,6 @@
 Data sets that `data.datasets` lists need not be present.
 """
 
-import collections
-import math
 import os
 import re
 import time
@@ -76,7 +74,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 
 def dry_run(config: ConfigDict, target: str | None = None) -> None:
-    """Compiles the training step of a config and prints parameters, memory and communication.
+    """Compiles the training step of a config and prints parameters, sizes and memory.
 
     The devices are those of this machine, where a step is timed, or of a target, see `find_target`.
     Raises `InputError` if the config, the data or the target cannot be used, or if the step needs
@@ -125,10 +123,6 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
         "memory per device": f"{total}: {mib(needs.argument_size_in_bytes)} state and batch, "
         f"{mib(needs.temp_size_in_bytes)} activations and temporaries",
     }
-    if mesh.size > 1:
-        sizes = bytes_by_kind(step.as_text()).items()
-        rows["collectives"] = ", ".join(f"{kind} {mib(size)}" for kind, size in sizes)
-        rows["collectives"] += " per step on each device"
     if not target and (memory or bytes_needed(step) <= MAX_TIMED):
         seconds = time_step(step, state, batch)
         duration = format_duration(seconds * schedule.num_steps)
@@ -157,64 +151,6 @@ def time_step(
         state, _ = jax.block_until_ready(step(state, batch, np.uint32(0)))
         seconds.append(time.perf_counter() - start)
     return min(seconds)
-
-
-# -- communication ---------------------------------------------------------------------------------
-
-# Parts of a compiled program's HLO text.
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*?\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
-_INSTRUCTION = re.compile(r"%([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(.*)")
-_ARRAY = re.compile(r"\b(pred|[a-z]+?(\d+)\w*)\[([\d,]*)\]")
-_CALL = re.compile(r"(?:body|to_apply|calls|\w+_computation)=%([\w.\-]+)")
-_COLLECTIVE = re.compile(
-    r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?"
-)
-
-
-def bytes_by_kind(hlo: str) -> dict[str, int]:
-    """Returns the bytes that one device exchanges in a compiled program, by kind of collective.
-
-    An all-gather counts with its result, the others with their operands, and a collective in a loop
-    as often as the loop runs. TPU programs do not say how often it runs: for them, the bound of the
-    loop's counter is taken.
-    """
-    totals = collections.defaultdict(collections.Counter)  # by computation; called ones come first
-    sizes = {}
-    bounds = {}
-    seen = set()
-    for computation, body in _COMPUTATION.findall(hlo):
-        for name, type_, op, operands, rest in _INSTRUCTION.findall(body):
-            sizes[name] = _num_bytes(type_)
-            if op == "constant" and operands.isdigit():
-                bounds[computation] = int(operands)  # if it is the condition of a loop
-            known = re.search(r'"known_trip_count":\{"n":"(\d+)"', rest)
-            condition = re.search(r"condition=%([\w.\-]+)", rest)
-            times = int(known[1]) if known else bounds.get(condition and condition[1], 1)
-            for called in _CALL.findall(rest):
-                totals[computation].update({k: times * n for k, n in totals[called].items()})
-            # TPU programs repeat a collective, under one channel, in computations that overlap it.
-            channel = re.search(r"channel_id=\d+", rest)
-            key = channel[0] if channel else name
-            if not (match := _COLLECTIVE.fullmatch(op)) or key in seen:
-                continue
-            seen.add(key)
-            kind, start = match.groups()
-            size = sum(sizes[operand] for operand in re.findall(r"%([\w.\-]+)", operands))
-            if kind == "all-gather":  # its start returns the operands, too
-                size = sizes[name] - (size if start else 0)
-            if computation.startswith("all-reduce-scatter"):  # in TPU programs, and a slice
-                kind = "reduce-scatter"
-            totals[computation][kind] += size
-    return totals[computation]
-
-
-def _num_bytes(type_):
-    """Returns the bytes of a type in HLO, such as '(f32[2,3], bf16[])'."""
-    return sum(
-        (1 if name == "pred" else math.ceil(int(bits) / 8))
-        * math.prod(int(size) for size in shape.split(",") if size)
-        for name, bits, shape in _ARRAY.findall(type_)
-    )
 
 
 # -- accelerators that are not there ---------------------------------------------------------------

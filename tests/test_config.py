@@ -152,7 +152,7 @@ def test_a_runs_config_is_read_with_its_tuples(tmp_path):
 
 def test_a_run_of_an_earlier_version_is_read_without_the_fields_that_are_gone(tmp_path, capsys):
     config = changed("seed", 3)
-    model = config.model.to_dict() | {"dropout": 0.0, "remat": "auto"}
+    model = config.model.to_dict() | {"dropout": 0.0}
     old = config.to_dict() | {"num_workers\x1b": 8, "model": model}
     (tmp_path / "config.json").write_text(json.dumps(old))
     assert config_lib.load_run_config(tmp_path).to_dict() == config.to_dict()

@@ -207,14 +207,11 @@ def test_a_setting_keeps_its_data_where_another_reads_other_data(start, monkeypa
     axes = {"data.data_dir": ["/here", "/there"]}  # folders of the same name
     assert len(start(["default"], [0], axes=axes)[1]) == 2
     assert len(start(["default", "impulse"], [0], axes=axes)[1]) == 2
-    digest_of("here", "here")  # without contents, as earlier versions recorded them
+    digest_of("here", "here")
     start(["default"], [0])
-    digest_of("here-a", "here-a")
-    assert start(["default"], [1])[1] == [("default", 1)]
-    for other in ("there", "here-b"):
-        digest_of(other, other)
-        with pytest.raises(InputError, match="other images"):
-            start(["default"], [2])
+    digest_of("there", "there")
+    with pytest.raises(InputError, match="other images"):
+        start(["default"], [1])
 
 
 def test_a_signal_during_the_last_step_of_a_run_stops_the_others(start, tmp_path):

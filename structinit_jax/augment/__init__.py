@@ -21,7 +21,6 @@ from structinit_jax.augment import mix, rand_augment, transforms
 from structinit_jax.checks import Check, NonNegativeFloat, NonNegativeInt, Probability
 
 # Each operation has its own random stream, so disabling one does not change the others' draws.
-# Stream 3 was that of color jitter in earlier versions.
 CROP = 0
 FLIP = 1
 RAND_AUGMENT = 2

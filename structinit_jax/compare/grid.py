@@ -120,8 +120,7 @@ def _merge(workdir, new, settings):
         earlier = [old[name]] if name in old else old.values()
         for data, new_digest in facts["data"].items():
             digests = [each["data"][data] for each in earlier if data in each["data"]]
-            # An earlier version recorded the first part of the digest only.
-            if digests and not new_digest.startswith(tuple(digests)):
+            if digests and new_digest not in digests:
                 raise InputError(
                     f"--workdir={workdir} holds results for other images, labels or classes of "
                     f"{data}: restore the old data, or use another --workdir"

@@ -37,15 +37,10 @@ class SeedRun:
         self.facts = facts
         self.folder = workdir / setting / f"seed_{seed}"
         metrics = self.folder / "metrics.jsonl"
-        names = ["eval/accuracy"]
-        if facts["test_name"] != "train":  # whose 'train/accuracy' is that of the batches
-            names.append(f"{facts['test_name']}/accuracy")  # in earlier versions
-        lines = read_metrics(metrics, facts["num_steps"])
         self.curve: dict[int, float] = {
-            line["step"]: line[name]
-            for line in lines
-            for name in names
-            if line.get(name) is not None
+            line["step"]: line["eval/accuracy"]
+            for line in read_metrics(metrics, facts["num_steps"])
+            if "eval/accuracy" in line
         }
         status = self.folder / STATUS
         recorded = read_file(status).decode(errors="replace") if status.exists() else ""

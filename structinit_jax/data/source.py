@@ -337,12 +337,10 @@ def check_classes(info: DatasetInfo, num_classes: int) -> None:
 def digest(source: ImageSource, class_names: Sequence[str]) -> str:
     """Returns a checksum of a split, by which changed data are noticed.
 
-    It has two parts. The first one, all that earlier versions recorded, covers the number and order
-    of the examples and the names of the classes; for image folders and lists, whose records hold no
-    image that is not read yet, also the labels, and for folders the paths below the split, so that
-    a folder may be moved. The second part covers the images as they are stored: for folders and
-    lists the size of each, and all bytes if these are at most 32 MB; otherwise the bytes of 1,000
-    images, spread evenly over the split, and their labels.
+    It covers the number and order of the examples and the names of the classes, for image folders
+    and lists also all labels and the size of each image, and for folders the paths below the split,
+    so that a folder may be moved. Of the images, it covers all bytes of a folder or list of at most
+    32 MB, and otherwise the bytes and labels of 1,000 images, spread evenly over the split.
     """
     names = hashlib.sha256(source.rows.tobytes() + json.dumps(list(class_names)).encode())
     for part in source.parts:

@@ -289,8 +289,7 @@ def _find_best(runs: dict[int, dict[str, Any]]) -> int | None:
     """
     measured = [step for step in sorted(runs, reverse=True) if runs[step]["accuracy"] is not None]
     last = runs[measured[0]]["evaluation"] if measured else ""
-    # That of an earlier version ends with the first part of the digest.
-    comparable = [step for step in measured if last.startswith(runs[step]["evaluation"])]
+    comparable = [step for step in measured if runs[step]["evaluation"] == last]
     return max(comparable, key=lambda step: runs[step]["accuracy"], default=None)
 
 

@@ -11,9 +11,6 @@ The JSON files end with their own checksums, and an index holds that of its `run
 files of another run or step are noticed. A checkpoint is intact if `state/` has the files of its
 indexes and all of them match their checksums.
 
-Checkpoints of version 1, whose index lacks the checksum of `run.json`, are used: `restore` compares
-the step in `state/`, but files of another run at the same step are not noticed.
-
 The files may come from somebody else, so a name in an index is used only if it is that of a file in
 `state/`.
 """
@@ -80,8 +77,8 @@ def index_path(folder: epath.Path, process: int) -> epath.Path:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-class LaterVersionError(InputError):
-    """A checkpoint is of a later version of this package, which does not make it damaged."""
+class OtherVersionError(InputError):
+    """A checkpoint is of another version of this package, which does not make it damaged."""
 
 
 def intact_runs(folders: Iterable[epath.Path]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -89,24 +86,24 @@ def intact_runs(folders: Iterable[epath.Path]) -> Iterator[tuple[int, dict[str, 
     for folder in folders:
         try:
             yield int(folder.name), _read_intact(folder)
-        except LaterVersionError:
+        except OtherVersionError:
             raise
         except UNREADABLE as error:
             print(f"note: skipping checkpoint {folder}: {error}")
 
 
 def read_run(folder: epath.Path) -> dict[str, Any]:
-    """Reads `run.json`; `InputError` if it is damaged, or of a later version of this package.
+    """Reads `run.json`; `InputError` if it is damaged, or of another version of this package.
 
     Its fields are 'version', 'step', 'num_indexes', 'config', 'class_names' by label, 'data_digest'
     of the training split, 'accuracy', which is None if the step was not evaluated, and
     'evaluation': what the accuracy was measured on.
     """
     run = _read_json(folder / RUN)
-    if run.get("version", 1) > VERSION:
-        raise LaterVersionError(
-            f"{folder} was written by a later version of this package: update it, or use another "
-            "workdir"
+    if (version := run["version"]) != VERSION:
+        raise OtherVersionError(
+            f"{folder} has version {version} of the format, but this package reads {VERSION}: use "
+            "the version of the package that wrote it, or another workdir"
         )
     if str(run["step"]) != folder.name:
         raise InputError(f"{RUN} belongs to step {run['step']}")
@@ -119,8 +116,6 @@ def read_indexes(folder: epath.Path, run: dict[str, Any]) -> dict[str, Any]:
     for process in range(run["num_indexes"]):
         path = index_path(folder, process)
         index = _read_json(path)
-        if "version" not in run:
-            index = {"run": _identity(run), "files": index}
         if index["run"] != _identity(run):
             raise InputError(f"{path.name} belongs to another {RUN}")
         if others := [name for name in index["files"] if not _FILE.fullmatch(name)]:

@@ -50,8 +50,7 @@ def check(run: Mapping[str, Any], config: ConfigDict, data_digest: str, place: s
     changed, or a field that must not change on resume.
     """
     lines = check_config(run["config"], config, place)
-    # A checkpoint of an earlier version has the first part of the digest only.
-    if not data_digest.startswith(run["data_digest"]):
+    if run["data_digest"] != data_digest:
         raise InputError(
             f"config.data.train_split={config.data.train_split!r} does not hold the examples and "
             f"classes that {place} was trained on: restore the old data, or start a new run in "
