@@ -1,4 +1,4 @@
-r"""Analyzes what attention does in a model: maps, measures by layer and head, shift equivariance.
+r"""Analyzes what attention does in a model: maps, and measures by layer and head.
 
     python -m structinit_jax.analyse --workdir=DIR --out=analysis
 
@@ -17,12 +17,10 @@ It writes to the directory --out:
 - `maps.png`: the maps of the first layer, with queries as rows and keys as columns, and their upper
   left corners with two rows of tokens; every head of all layers as a convolution kernel. Deep
   models have room for the maps of further layers.
-- `by_layer.png`: every measure against the layer. The distance from shift equivariance tells how
-  far each layer's output is from moving with an image that is shifted by one patch (in Swin by one
-  token of the last stage): 0 for a convolution, 1 for unrelated features.
+- `by_layer.png`: every measure against the layer.
 
 `analysis.measures` defines the measures. In Swin they describe maps within windows. ConvMixer has
-no maps: its measures are the stable rank of each layer's input and the shift distance.
+no maps: its measure is the stable rank of each layer's input.
 """
 
 import json

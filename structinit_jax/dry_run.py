@@ -5,13 +5,10 @@ Data sets that `data.datasets` lists need not be present.
 
 import os
 import re
-import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from etils import epy
 from jax.experimental import topologies
 from ml_collections import ConfigDict
@@ -23,14 +20,12 @@ from structinit_jax.data.source import check_classes, split_size
 from structinit_jax.errors import InputError, prefixed
 from structinit_jax.training import build, sharding
 from structinit_jax.training.memory import (
-    bytes_needed,
     check_memory,
     explain_out_of_memory,
     memory_limit,
     mib,
 )
-from structinit_jax.training.metrics import format_duration
-from structinit_jax.training.state import TrainState, abstract_state
+from structinit_jax.training.state import abstract_state
 
 with epy.lazy_imports():
     from clu import parameter_overview
@@ -43,7 +38,6 @@ MEMORY = {
     "TPU v6 lite": int(31.25 * 2**30),
     "NVIDIA H100 80GB HBM3": 84_929_347_584 * 3 // 4,  # JAX's default share of a GPU's memory
 }
-MAX_TIMED = 2**30  # bytes: CPUs would take minutes for steps that need more
 # Describes an H100 SXM to XLA where there is none: a GpuTargetConfigProto.
 H100 = """
 gpu_device_info {
@@ -76,7 +70,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 def dry_run(config: ConfigDict, target: str | None = None) -> None:
     """Compiles the training step of a config and prints parameters, sizes and memory.
 
-    The devices are those of this machine, where a step is timed, or of a target, see `find_target`.
+    The devices are those of this machine, or of a target, see `find_target`.
     Raises `InputError` if the config, the data or the target cannot be used, or if the step needs
     more memory than a device has.
     """
@@ -123,34 +117,9 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
         "memory per device": f"{total}: {mib(needs.argument_size_in_bytes)} state and batch, "
         f"{mib(needs.temp_size_in_bytes)} activations and temporaries",
     }
-    if not target and (memory or bytes_needed(step) <= MAX_TIMED):
-        seconds = time_step(step, state, batch)
-        duration = format_duration(seconds * schedule.num_steps)
-        rows["time"] = f"{seconds:.2g} s per step, {duration} for all, plus evaluations"
     width = max(map(len, rows))
     for name, value in rows.items():
         print(f"{name:<{width}}  {value}")
-
-
-def time_step(
-    step: jax.stages.Compiled, state: TrainState, batch: dict[str, jax.ShapeDtypeStruct]
-) -> float:
-    """Returns the seconds of a training step, measured with weights and images that are zero.
-
-    `state` and `batch` are its abstract arguments.
-    """
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, (state, batch))
-
-    def make_zeros():
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (state, batch))
-
-    state, batch = jax.jit(make_zeros, out_shardings=shardings)()
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        state, _ = jax.block_until_ready(step(state, batch, np.uint32(0)))
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
 
 
 # -- accelerators that are not there ---------------------------------------------------------------

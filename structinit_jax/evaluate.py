@@ -84,6 +84,6 @@ def evaluate_checkpoint(
     name = f"{dataset.name} {config.data.eval_split}"
     print(f"step {state.step}  {results} on {len(source):,} examples of {name}")
     if out and jax.process_index() == 0:
-        files = figures.write_by_class(out, evaluation.labels, evaluation.predicted, names)
-        print(f"wrote {', '.join(files)} to {out}")
+        path = figures.write_by_class(out, evaluation.labels, evaluation.predicted, names)
+        print(f"wrote {path}")
     return evaluation.metrics

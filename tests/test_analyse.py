@@ -73,23 +73,17 @@ def test_images_are_a_fixed_part_of_the_training_split():
 
 def test_a_vit_is_averaged_over_images_without_its_extra_tokens():
     config, images, snapshot = start("vit")
-    shifted = [np.roll(images, 2, axis) for axis in (1, 2)]
-    out = jax.device_get(forward(config, np.concatenate([images, *shifted])))
-    maps = out["blocks"]["attention_maps"][0][:NUM_IMAGES, :, 1:, 1:]
+    out = jax.device_get(forward(config, images))
+    maps = out["blocks"]["attention_maps"][0][:, :, 1:, 1:]
     maps = maps / maps.sum(axis=-1, keepdims=True)
     layer = snapshot.layers[0]
     np.testing.assert_allclose(layer.maps, maps.mean(axis=0), rtol=1e-4, atol=1e-6)
     entropy = -(maps * np.log(maps)).sum(axis=-1).mean(axis=(0, 2))
     np.testing.assert_allclose(layer.measures["entropy"], entropy, rtol=1e-4)
     outputs = out["blocks"]["output"][0][:, 1:]
-    values = np.linalg.svd(outputs[:NUM_IMAGES], compute_uv=False)
+    values = np.linalg.svd(outputs, compute_uv=False)
     rank = np.mean((values**2).sum(axis=-1) / values[:, 0] ** 2)
     np.testing.assert_allclose(layer.measures["stable_rank"], [rank], rtol=1e-4)
-    still, down, right = jnp.asarray(outputs.reshape(3, 2, 8, 4, 4, 32))  # two batches
-    distances = [measures.shift_distance(*pair, (1, 0)) for pair in zip(still, down, strict=True)]
-    distances += [measures.shift_distance(*pair, (0, 1)) for pair in zip(still, right, strict=True)]
-    np.testing.assert_allclose(layer.measures["shift_distance"], [np.mean(distances)], rtol=1e-4)
-    assert layer.measures["shift_distance"] > 0.1  # positions do not move with the image
 
 
 def test_targets_are_those_that_the_solve_reaches():
@@ -123,21 +117,6 @@ def test_swin_is_measured_within_windows():
         np.testing.assert_allclose(layer.measures["hit_rate"], 1, atol=0.05)
 
 
-def test_images_are_shifted_by_whole_tokens_in_all_stages():
-    config = make_config("swin")
-    config.data.image_size, config.model.patch_size = 15, 2  # 7×7 and 4×4 tokens
-    images = collect.read_images(config, NUM_IMAGES)
-    model = build.make_model(config, make_mesh(devices=jax.devices()[:1]))
-    params, state, _ = initialize_model(model, make_attention_init(config), config.seed)
-
-    def silence(path, leaf):
-        return leaf * (not {"out", "fc2"} & {key.key for key in path})
-
-    params = jax.tree_util.tree_map_with_path(silence, params)
-    for layer in collect.make_observer(config, model)("", (params, state), images).layers:
-        assert layer.measures["shift_distance"] < 1e-4
-
-
 def test_the_inputs_of_a_convmixer_have_a_stable_rank(tmp_path):
     config, images, snapshot = start("convmixer")
     model = build.make_model(config, make_mesh(devices=jax.devices()[:1]))
@@ -149,7 +128,6 @@ def test_the_inputs_of_a_convmixer_have_a_stable_rank(tmp_path):
     ranks = ((values**2).sum(axis=-1) / values[..., 0] ** 2).mean(axis=-1)
     found = [layer.measures["input_rank"] for layer in snapshot.layers]
     np.testing.assert_allclose(found, ranks[:, None], rtol=1e-4)
-    assert snapshot.layers[0].measures["shift_distance"] < 1e-4  # a convolution
     analyse.write([snapshot], "ConvMixer", tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"analysis.json", "by_layer.png"}
 

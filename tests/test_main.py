@@ -74,9 +74,7 @@ def test_a_run_is_evaluated_and_exported_by_its_workdir(finished_run, tmp_path):
     out = tmp_path / "evaluation"
     result = fork_main.run(workdir, "--mode=eval", "--step=best", f"--out={out}")
     assert result.returncode == 0, result.stderr
-    assert {path.name for path in out.iterdir()} == {
-        *("per_class.csv", "confusion.csv", "confusion.png")
-    }
+    assert [path.name for path in out.iterdir()] == ["per_class.csv"]
     assert re.search(r"\nstep \d+  eval loss .* 90 examples of digits", result.stdout)
     folder = tmp_path / "model"
     arguments = (workdir, "--step=8", f"--out={folder}")

@@ -72,39 +72,3 @@ def test_stable_rank_is_that_of_the_singular_values(shape):
     values = np.linalg.svd(x, compute_uv=False)
     expected = (values**2).sum(axis=-1) / values.max(axis=-1) ** 2
     np.testing.assert_allclose(measures.stable_rank(x), expected, rtol=1e-4)
-
-
-def convolve(x, mode):
-    """Features of a 3×3 convolution with random weights, [B, R, C, D]."""
-    x = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), mode=mode)
-    kernel = np.random.default_rng(1).normal(size=(3, 3, x.shape[-1], 7)).astype(np.float32)
-    rows, columns = x.shape[1] - 2, x.shape[2] - 2
-    shifted = [x[:, i : i + rows, j : j + columns] @ kernel[i, j] for i, j in np.ndindex(3, 3)]
-    return jnp.asarray(np.maximum(sum(shifted), 0))
-
-
-@pytest.mark.parametrize("shift", [(0, 1), (2, 0)])
-def test_a_convolution_is_equivariant_to_shifts(shift):
-    x = RNG.normal(size=(4, 8, 9, 5)).astype(np.float32)
-    moved = np.roll(x, shift, axis=(1, 2))
-    circular = [convolve(images, "wrap") for images in (x, moved)]
-    assert measures.shift_distance(*circular, shift) == 0
-    padded = [convolve(images, "constant") for images in (x, moved)]
-    assert measures.shift_distance(*padded, shift) == 0
-    deeper = [convolve(images, "constant") for images in padded]  # its edge reaches further
-    assert measures.shift_distance(*deeper, shift) > 0.01
-    assert measures.shift_distance(*padded, (6, 0)) is None  # all tokens are at the border
-
-
-def test_positions_and_unrelated_features_have_known_distances():
-    x = RNG.normal(size=(64, 8, 8, 5)).astype(np.float32)
-    ramp = 0.5 * np.arange(8, dtype=np.float32)[:, None]
-    features, moved = (jnp.asarray(a + ramp) for a in (x, np.roll(x, 1, axis=2)))
-    # Each of the two has the variance of x, 1, and that of the ramp over the inner five columns of
-    # eight; they differ by one step of the ramp.
-    expected = (0.5**2 / (2 * (1 + 0.5**2 * 2))) ** 0.5
-    found = measures.shift_distance(features, moved, (0, 1))
-    np.testing.assert_allclose(found, expected, rtol=0.02)
-    a, b = (jnp.asarray(RNG.normal(size=(5000, 3)), jnp.float32) for _ in range(2))
-    np.testing.assert_allclose(measures.relative_distance(a, b), 1, rtol=0.02)
-    np.testing.assert_allclose(measures.relative_distance(a, -a), 2**0.5, rtol=1e-3)

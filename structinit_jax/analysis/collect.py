@@ -37,8 +37,8 @@ class Layer(NamedTuple):
     grid: tuple[int, int]  # rows and columns of the N tokens of a map
     # Without class and register tokens; rows sum to 1. None in a ConvMixer.
     maps: Float[np.ndarray, "h N N"] | None
-    # By the name in `analysis.measures`. 'stable_rank' and 'shift_distance' of the layer's output
-    # have a single value, as has 'input_rank', the stable rank of a ConvMixer layer's input.
+    # By the name in `analysis.measures`. 'stable_rank', that of the layer's output, has a single
+    # value, as has 'input_rank', that of a ConvMixer layer's input.
     measures: dict[str, Float[np.ndarray, " h"]]
 
 
@@ -157,32 +157,17 @@ def _observe_batch(config, graphdef, targets, weights, images):
     data = config.data
     sites = model.sites()
     with_attention = not any(isinstance(site, ConvSite) for site in sites.values())
-
-    def run(images, with_maps=False):
-        images = normalize(images, tuple(data.mean), tuple(data.std))
-        out = model(images, with_maps=with_maps)[1]
-        stages = out.get("stages", [out])
-        return stages, [_output_grids(*both) for both in zip(stages, sites.values(), strict=True)]
-
-    stages, features = run(images, with_maps=with_attention)
-    coarsest = 2 ** (len(stages) - 1)  # patches on a side of a token of the last stage
-    size = coarsest * config.model.patch_size
-    _, moved_down = run(jnp.roll(images, size, axis=1))
-    _, moved_right = run(jnp.roll(images, size, axis=2))
-    averages = []
-    for number, (name, site) in enumerate(sites.items()):
-        average = {}
-        if with_attention:
-            average = _average_maps(stages[number]["blocks"], site, targets.get(name))
-        tokens = coarsest // 2**number
-        down = _shift_distances(features[number], moved_down[number], (tokens, 0))
-        right = _shift_distances(features[number], moved_right[number], (0, tokens))
-        if down is not None and right is not None:
-            average["shift_distance"] = (down + right)[:, None] / 2
-        averages.append(average)
+    images = normalize(images, tuple(data.mean), tuple(data.std))
+    out = model(images, with_maps=with_attention)[1]
+    stages = out.get("stages", [out])
+    features = [_output_grids(*both) for both in zip(stages, sites.values(), strict=True)]
     if not with_attention:  # the inputs of a ConvMixer's layers
         stem = stages[0]["stem"].astype(jnp.float32)
-        features = [jnp.concatenate([stem[None], features[0][:-1]])]
+        return [{}], [jnp.concatenate([stem[None], features[0][:-1]])]
+    averages = [
+        _average_maps(stage["blocks"], site, targets.get(name))
+        for stage, (name, site) in zip(stages, sites.items(), strict=True)
+    ]
     return averages, features
 
 
@@ -193,12 +178,6 @@ def _output_grids(stage, site):
         output = output[:, :, -site.num_tokens :]
         output = output.reshape(*output.shape[:2], *site.grid, -1)
     return output
-
-
-def _shift_distances(features, of_shifted, shift):
-    """Returns the distance [L] of each layer; None if there are no inner tokens."""
-    distance = functools.partial(measures.shift_distance, shift=shift)
-    return jax.vmap(distance)(features, of_shifted)
 
 
 def _average_maps(blocks, site: AttentionStack, targets) -> dict[str, Array]:

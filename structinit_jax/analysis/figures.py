@@ -31,7 +31,6 @@ PANELS = {
     "hit_rate": "rows that peak on the target",
     "stable_rank": "stable rank of the output",
     "input_rank": "stable rank of the input",
-    "shift_distance": "distance from shift equivariance",
 }
 
 

@@ -151,7 +151,7 @@ def value_and_projection(
     channels = permutations(jax.random.split(channel_rng, layers), width)
     channels = jnp.tile(channels, (1, -(-inner // width)))[:, :inner]
     identity = jax.nn.one_hot(channels, width)  # [L, inner, D], the rows of Πᵀ
-    # 16 random bits are plenty for noise, and half the cost of 32.
+    # 16 random bits are plenty for noise, and take half of the memory of 32.
     draw = functools.partial(jax.random.bits, dtype="uint16")
     bits = draw_flat(draw, noise_rng, (2, *identity.shape))
     half_noise = bound * ((bits.astype(jnp.float32) + 0.5) / 2**16 - 0.5)

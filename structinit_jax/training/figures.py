@@ -15,8 +15,6 @@ from structinit_jax.errors import printable
 from structinit_jax.files import write_atomically
 
 COLORS = {"train": "#0072b2", "eval": "#d55e00"}
-MAX_NAMED_CLASSES = 30  # more names and counts would overlap
-MAX_CONFUSED_CLASSES = 1000  # with more, a confusion matrix would be too large to be of use
 
 
 def draw_curves(lines: Iterable[Mapping[str, Any]]) -> Figure:
@@ -44,57 +42,23 @@ def write_by_class(
     labels: Int[np.ndarray, " n"],
     predicted: Int[np.ndarray, " n"],
     class_names: Sequence[str],
-) -> list[str]:
-    """Writes the accuracy of each class and the confusion matrix, and returns the files' names.
+) -> epath.Path:
+    """Writes the accuracy of each class to `per_class.csv`, and returns the path.
 
     `labels` and `predicted` are classes of examples; a label that is no class does not count.
-    `per_class.csv` has a row for each class. In `confusion.csv` and `confusion.png` rows are true
-    classes and columns predicted ones; more than 1,000 classes get neither.
     """
     class_names = list(map(printable, class_names))  # of folders, whose names need not be text
     num_classes = len(class_names)
     known = (labels >= 0) & (labels < num_classes)
-    labels = labels[known]
-    predicted = predicted[known]
-    counts = np.bincount(labels, minlength=num_classes)
-    correct = np.bincount(labels[labels == predicted], minlength=num_classes)
+    counts = np.bincount(labels[known], minlength=num_classes)
+    correct = np.bincount(labels[known & (labels == predicted)], minlength=num_classes)
     rows = [
         [name, n, k, k / n if n else ""]
         for name, n, k in zip(class_names, counts, correct, strict=True)
     ]
-    files = {"per_class.csv": csv_text(["class", "examples", "correct", "accuracy"], rows)}
-    if num_classes <= MAX_CONFUSED_CLASSES:
-        pairs = np.bincount(labels * num_classes + predicted, minlength=num_classes**2)
-        confusion = pairs.reshape(num_classes, num_classes)
-        rows = [[name, *row] for name, row in zip(class_names, confusion.tolist(), strict=True)]
-        files["confusion.csv"] = csv_text(["true class", *class_names], rows)
-        files["confusion.png"] = png(draw_confusion(confusion, class_names))
-    for name, content in files.items():
-        write_atomically(epath.Path(folder) / name, content)
-    return list(files)
-
-
-def draw_confusion(counts: Int[np.ndarray, "C C"], class_names: Sequence[str]) -> Figure:
-    """Draws the share of each true class, by row, that is predicted as each class, by column."""
-    num_classes = len(class_names)
-    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    named = num_classes <= MAX_NAMED_CLASSES
-    side = 3 + 0.34 * num_classes if named else 8
-    figure = Figure(figsize=(side + 0.6, side), layout="constrained")
-    axis = figure.subplots()
-    image = axis.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
-    figure.colorbar(image, label="share of the true class", shrink=0.8)
-    axis.set(xlabel="predicted class", ylabel="true class")
-    if named:
-        names = [name[:24] for name in class_names]
-        # A name is not markup, even with dollar signs.
-        axis.set_xticks(range(num_classes), names, rotation=90, parse_math=False)
-        axis.set_yticks(range(num_classes), names, parse_math=False)
-        for row, column in np.argwhere(counts):
-            color = "white" if shares[row, column] > 0.5 else "black"
-            place = dict(ha="center", va="center", fontsize=7)
-            axis.text(column, row, counts[row, column], color=color, **place)
-    return figure
+    path = epath.Path(folder) / "per_class.csv"
+    write_atomically(path, csv_text(["class", "examples", "correct", "accuracy"], rows))
+    return path
 
 
 def png(figure: Figure) -> bytes:
