@@ -108,17 +108,27 @@ def mean_and_std(source: ImageSource) -> tuple[tuple[float, ...], tuple[float, .
 
 
 def report(dataset: Dataset, num_checked: int) -> None:
-    """Prints the contents of a data set; for `num_checked` see `describe_split`."""
+    """Prints the contents of a data set; for `num_checked` see `describe_split`.
+
+    Raises `InputError` at the end if an image or a label is bad.
+    """
     names = dataset.class_names
     shown = ", ".join(map(printable, names[:MAX_SHOWN_CLASSES]))
     shown += ", …" if len(names) > MAX_SHOWN_CLASSES else ""
     print(f"{dataset.name}: {len(names)} classes ({shown}), {dataset.info.channels} channels")
     if left_out := [f"{kind} ({count:,})" for kind, count in dataset.left_out.items() if count]:
         print(f"  left out: {', '.join(left_out)}")
+    bad = 0
     for split, size in dataset.info.num_examples.items():
         if size:
             for line in describe_split(dataset.split(split), len(names), num_checked):
                 print(f"  {split}: {line}", flush=True)
+                bad += line.startswith("bad: ")
+    if bad:
+        raise InputError(
+            f"{bad} lines above begin with 'bad': mend these images and labels, or leave images "
+            "out of training with --config.data.on_bad_image=skip"
+        )
 
 
 def main(overrides: command_line.Overrides) -> None:

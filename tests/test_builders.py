@@ -116,7 +116,9 @@ def test_the_report_names_classes_sizes_and_bad_images(tmp_path):
     for name in (".0.png", "0.heic", "1.HEIC"):
         (tmp_path / "train" / "dog" / name).touch()
     arguments = ("--name=folder", f"--data_dir={tmp_path}", "--check=0")
-    said = fork_main.run(*arguments, module=prepare.__name__).stdout
+    result = fork_main.run(*arguments, module=prepare.__name__)
+    assert result.returncode == 2
+    said = result.stdout
     for line in (
         f"{tmp_path.name}: 2 classes (cat, dog), 3 channels",
         "left out: hidden (1), .heic (2)",
