@@ -46,7 +46,7 @@ def timm_card(config: ConfigDict) -> dict[str, Any]:
         in_chans=data.channels,
         num_classes=model.num_classes,
         img_size=data.image_size,
-        patch_size=model.get("patch_size"),  # of which a model of your own may have none
+        patch_size=model.get("patch_size"),  # A custom model may have none.
     )
     if model.name == "vit":
         rope = model.positions == "rope"

@@ -75,7 +75,7 @@ def main(overrides: command_line.Overrides) -> None:
     if FLAGS.dry_run or FLAGS.target:
         dry_run.dry_run(config, FLAGS.target)
     elif evaluates:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # else noted for a training step
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX has only noted it since `join`.
         workdir = command_line.required_workdir()
         out = command_line.out_folder("") if FLAGS.out else None
         evaluate.evaluate_checkpoint(config, workdir, FLAGS.step or "newest", out)

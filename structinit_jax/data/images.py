@@ -41,7 +41,7 @@ class JpegHeader(NamedTuple):
 
     height: int  # as stored, before applying the orientation
     width: int
-    space: str  # to decode it to
+    space: str  # color space to decode it to
     orientation: int
     frame: int  # offset of the frame header; 0 if the file is truncated
 
@@ -157,7 +157,7 @@ class StoredImage:
     def _decode(self):
         is_array = isinstance(self._data, np.ndarray)
         image = to_pillow(self._data) if is_array else Image.open(io.BytesIO(self._data))
-        image.load()  # which turns a TIFF
+        image.load()  # Pillow turns a TIFF here and removes its orientation.
         orientation = _orientation(image)
         if image.mode.startswith("I;16"):  # Pillow itself clips at 255
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))

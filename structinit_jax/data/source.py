@@ -25,7 +25,7 @@ from structinit_jax.errors import InputError, printable
 
 Folder = str | os.PathLike | None
 READ_BLOCK = 256  # examples
-MAX_THREADS = 16  # that decode; more only wait for the interpreter lock
+MAX_THREADS = 16  # for decoding; more would only wait for the interpreter lock
 SMALL_SET = 2**25  # bytes, which `digest` reads in a tenth of a second
 MAX_DIGESTED = 1000  # images of a larger set, which `digest` reads
 SPLIT = re.compile(r"([\w-]+)(?:\[(-?[\d_]+%?)?:(-?[\d_]+%?)?\])?")  # 'train[10%:]'
@@ -36,7 +36,7 @@ class DatasetInfo:
     """Properties of a data set that the model and the schedule depend on."""
 
     num_classes: int  # labels are 0, ..., num_classes - 1
-    channels: int  # that images are decoded to: 1 (gray) or 3 (color)
+    channels: int  # of decoded images: 1 (gray) or 3 (color)
     num_examples: Mapping[str, int]  # in each split
 
 
@@ -202,7 +202,7 @@ def _num_bytes(example):
     if isinstance(image, str | os.PathLike):
         try:
             return os.stat(image).st_size
-        except OSError:  # which reading the image reports
+        except OSError:  # Reading the image reports this error.
             return 0
     return image.nbytes if isinstance(image, np.ndarray) else len(image)
 

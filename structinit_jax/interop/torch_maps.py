@@ -47,7 +47,7 @@ def torch_maps(model: Any, images: Any) -> list[Float[np.ndarray, "B h T T"]]:
                 found.append(maps.float().cpu().numpy())
             return out
 
-    torch.backends.mha.set_fastpath_enabled(False)  # which fuses the softmax
+    torch.backends.mha.set_fastpath_enabled(False)  # It fuses the softmax.
     try:
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), Recorder():
             model.eval()(images)
