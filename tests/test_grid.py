@@ -159,21 +159,6 @@ def test_a_damaged_record_is_named(start, tmp_path):
             read()
 
 
-def test_a_comparison_writes_through_no_link(start, tmp_path):
-    (tmp_path / "rc").write_text("rc")
-    (tmp_path / "report.md").symlink_to(tmp_path / "rc")
-    (tmp_path / "photos" / "seed_0").mkdir(parents=True)
-    (tmp_path / "photos" / "seed_0" / "log.txt").symlink_to(tmp_path / "rc")
-    (tmp_path / "default").symlink_to(tmp_path / "photos")
-    with pytest.raises(InputError, match="default is a symbolic link"):
-        start(["default"], [0])
-    (tmp_path / "default").unlink()
-    (tmp_path / "photos").rename(tmp_path / "default")
-    with pytest.raises(InputError, match=r"log\.txt is a symbolic link"):
-        start(["default"], [0])
-    assert (tmp_path / "rc").read_text() == "rc"
-
-
 def test_other_images_of_the_same_names_are_refused(start, tiny_config, tmp_path):
     def config_of(folder, **values):
         for split in ("train", "test"):

@@ -171,9 +171,7 @@ def _train_all(workdir, info, settings, seeds) -> int:
         if run.status == "done":
             say(f"done before, {run.result}")
             continue
-        for folder in (run.folder.parent, run.folder):
-            files.make_folder(folder)
-            workdir_lib.prepare_workdir(folder)
+        run.folder.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as locked:
             try:
                 locked.enter_context(workdir_lib.lock_workdir(run.folder.parent))
@@ -203,7 +201,7 @@ def _train(config, run, say, stop):
         name = run.facts["test_name"]
         say(f"step {step}, epoch {run.epoch(step):.1f}, {name} accuracy {accuracy:.2%}")
 
-    log = files.open_to_append(run.folder / LOG)
+    log = (run.folder / LOG).open("a", buffering=1, errors="backslashreplace")
     with log, contextlib.redirect_stdout(log):
         try:
             train(config.lock(), run.folder, stop_request=stop, on_evaluation=show_evaluation)
