@@ -139,8 +139,7 @@ def _merge(workdir, new, settings):
                         "the folder"
                     )
         for place, config in configs.items():
-            free = ("seed", *records.HARMLESS)
-            resume.check_config(config, settings[name], place, tuple(settings[name]), free)
+            resume.check_config(config, settings[name], records.matters, place)
     return info | {"settings": new | {name: old[name] for name in old if name not in new}}
 
 

@@ -18,6 +18,11 @@ DONE = "done"
 HARMLESS = ("checkpoint_every_steps", "keep_checkpoints", "fsdp", "data.data_dir", "model.remat")
 
 
+def matters(field: str) -> bool:
+    """Whether the results of a setting depend on a field, the seed aside."""
+    return field != "seed" and field not in HARMLESS
+
+
 class SeedRun:
     """One seed of one setting, as far as it has been trained.
 
