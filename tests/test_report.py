@@ -36,7 +36,6 @@ def record(workdir, runs, facts=None):
                 for step, value in curve.items():
                     metrics = value if isinstance(value, dict) else {"eval/accuracy": value}
                     file.write(json.dumps({"step": step} | metrics) + "\n")
-            (folder / records.STATUS).write_text(records.DONE)
     baselines = dict.fromkeys(runs, "default")
     info = {"settings": settings, "baselines": baselines, "machine": ""}
     (workdir / records.GRID).write_text(json.dumps(info))
