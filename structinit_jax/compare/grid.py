@@ -51,22 +51,20 @@ def run_grid(
     """
     command_line.use_compilation_cache()  # through which runs share programs
     workdir = workdir_lib.prepare_workdir(workdir)
+    rows = rows or {}
     new = {}
     for name, config in settings.items():
-        row = rows[name] if rows else {}
+        row = rows.get(name, {})
         new[name] = describe_setting(name, config) | {
             "seeds": list(seeds),
             "published": row.get("published", ""),
             "note": row.get("note", ""),
         }
-    if rows:
-        baselines = {name: rows[name]["baseline"] for name in settings}
-    else:
-        baselines = find_baselines(settings)
     with files.report_full_disk(workdir):
         with workdir_lib.lock_workdir(workdir):
             info = _merge(workdir, new, settings)
-            info["baselines"] |= baselines
+            info["baselines"] |= find_baselines(settings)
+            info["baselines"] |= {name: row["baseline"] for name, row in rows.items()}
             machines = dict.fromkeys([*info["machine"].split("\n\n"), _describe_machine()])
             info["machine"] = "\n\n".join(filter(None, machines))
             files.write_atomically(workdir / records.GRID, json.dumps(info, indent=1) + "\n")
@@ -169,10 +167,7 @@ def _train_all(workdir, info, settings, seeds) -> int:
         left = (time.perf_counter() - began) / trained * (len(runs) - number)
         print(label, f"{run.result}; about {format_duration(left)} left", flush=True)
         if stop.reached(0):  # by a signal during the last step
-            raise StoppedError(
-                "stopped; all checkpoints are complete: run the same command again to resume",
-                PREEMPTED_EXIT_CODE,
-            )
+            raise StoppedError("stopped: run the same command again to resume", PREEMPTED_EXIT_CODE)
     return failed
 
 
