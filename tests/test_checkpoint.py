@@ -188,7 +188,7 @@ def test_a_renamed_checkpoint_and_one_without_a_part_of_a_process_are_damaged(di
     assert "8/index_1.json cannot be read" in notes
 
 
-# -- checkpoints from somebody else ----------------------------------------------------------------
+# -- files of other checkpoints and programs -------------------------------------------------------
 
 
 def files_of(folder):
@@ -198,18 +198,11 @@ def files_of(folder):
 def test_parts_of_another_run_or_step_are_noticed(directory, tmp_path, capsys):
     with opened(tmp_path / "other") as checkpoints:
         save(checkpoints, 12, evaluation="another run")
-    sources = {"4": directory / "8", "8": directory / "12", "12": tmp_path / "other" / "12"}
-    kept = shutil.copytree(directory, tmp_path / "kept")
-    for step, source in sources.items():
-        shutil.rmtree(directory / step / "state")
-        for name in ("state", "index_0.json"):
-            copy = shutil.copytree if name == "state" else shutil.copy
-            copy(
-                (kept / source.name if source.parent == directory else source) / name,
-                directory / step / name,
-            )
-    assert checkpoint.find_step(directory) is None
-    assert capsys.readouterr().out.count("index_0.json belongs to another run.json") == 3
+    for source in (directory / "8", tmp_path / "other" / "12"):
+        shutil.copytree(source / "state", directory / "12" / "state", dirs_exist_ok=True)
+        shutil.copy(source / "index_0.json", directory / "12")
+        assert checkpoint.find_step(directory) == 8
+        assert "index_0.json belongs to another run.json" in capsys.readouterr().out
 
 
 def test_the_state_of_another_step_is_not_restored(directory):
@@ -247,16 +240,6 @@ def test_a_checkpoint_of_another_version_is_not_damaged(directory):
         checkpoint.find_step(directory)
     with pytest.raises(InputError, match="version 3"):
         checkpoint.Checkpoints(directory, keep=2)
-
-
-def test_steps_that_are_no_int32_are_not_ours(directory):
-    shutil.copytree(directory / "12", directory / "99999999999")
-    write_json(
-        directory / "99999999999" / "run.json",
-        checkpoint.read_run(directory, 12) | {"step": 99999999999},
-    )
-    assert checkpoint.find_step(directory) == 12
-    assert checkpoint.find_step(directory, "9" * 5000) is None
 
 
 @pytest.mark.filterwarnings("ignore")  # of the emulators and clients

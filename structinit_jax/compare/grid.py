@@ -46,7 +46,7 @@ def run_grid(
 
     Raises:
       InputError: A setting cannot be trained, or the workdir holds a comparison that disagrees, or
-        runs of other settings under the same names.
+        runs that its `compare.json` does not list.
       StoppedError: A signal stopped the runs, or the disk is full.
     """
     command_line.use_compilation_cache()  # through which runs share programs
