@@ -47,7 +47,7 @@ def join(
 
     newer = jax.__version_info__ >= (0, 8, 1)
     shutdown = {"shutdown_timeout_seconds": round(lost_timeout)} if newer else {}
-    # JAX's own message at the end of the time does not say which processes are missing.
+    # If the others do not join, JAX aborts with a message that does not say so.
     print(
         f"waiting up to {timeout:.0f} s until all processes have joined; to train on this machine "
         "alone, pass --num_processes=1",
@@ -63,10 +63,7 @@ def join(
             **shutdown,
         )
     except (RuntimeError, ValueError) as error:
-        raise InputError(
-            f"cannot join the other processes: {error}. To train on this machine alone, pass "
-            "--num_processes=1"
-        ) from error
+        raise InputError(f"cannot join the other processes: {error}") from error
     if jax.process_count() > 1 and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         # Only process 0 writes to the cache. The processes that miss what it finds there would wait
         # for its part of the autotuning of GPU kernels.
