@@ -81,8 +81,9 @@ def main(overrides: command_line.Overrides) -> None:
     if FLAGS.workdir:
         step = FLAGS.step or "newest"
         devices = jax.local_devices()[:1]
-        fixed = (*resume.OF_WEIGHTS, "attention_init", "start_from", "seed")  # started like this
-        restored = evaluate.restore_model(config, FLAGS.workdir, devices, step, fixed)
+        restored = evaluate.restore_model(
+            config, FLAGS.workdir, devices, step, must_stay=resume.decides_start
+        )
         snapshots = observe_run(config, restored, images)
         when = ""
     else:

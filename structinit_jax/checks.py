@@ -24,7 +24,7 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import numpy as np
 
-from structinit_jax.errors import InputError, printable, suggest
+from structinit_jax.errors import InputError, suggest
 
 
 class Check(NamedTuple):
@@ -90,7 +90,7 @@ def check_fields(owner: Callable[..., Any], values: Mapping[str, Any], prefix: s
     hints.pop("return", None)
     for name, value in values.items():
         if name not in hints:
-            raise InputError(f"{prefix}{printable(name)} does not exist: {suggest(name, hints)}")
+            raise InputError(f"{prefix}{name} does not exist: {suggest(name, hints)}")
         require(f"{prefix}{name}", value, *_check_of(hints[name]))
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Escapes control characters of a name that comes from a file, all but those in `keep`.
+    """Escapes control characters, all but those in `keep`, and what is no text in UTF-8.
 
-    Printed as they are, they could move the cursor of a terminal, or make a line of their own that
-    looks like one of this program.
+    Names of files may have both. A terminal obeys the first; figures and files cannot hold the
+    second.
     """
     return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in str(text))
 
@@ -56,4 +56,4 @@ def suggest(word: str, known: Iterable[str]) -> str:
     cutoff = 0.6 if len(names) <= 40 else 0.0
     if near := difflib.get_close_matches(str(word), names, n=3, cutoff=cutoff):
         return f"did you mean {' or '.join(map(repr, near))}?"
-    return f"choose from {', '.join(map(printable, names))}" if names else "there are none"
+    return f"choose from {', '.join(names)}" if names else "there are none"

@@ -1,7 +1,7 @@
 """Restores the model of a run and evaluates it on every example of a split."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -24,7 +24,7 @@ def restore_model(
     workdir: str | Path,
     devices: list[jax.Device] | None = None,
     step: str | int = "newest",
-    fixed: Sequence[str] = resume.OF_WEIGHTS,
+    must_stay: Callable[[str], bool] = resume.decides_weights,
 ) -> tuple[AbstractModel, TrainState]:
     """Restores the model of a run, without optimizer state, at step 'newest', 'best' or a number.
 
@@ -33,7 +33,7 @@ def restore_model(
     The number of devices, by default all, and `config.batch_size` may differ from those in
     training. As there, `config.fsdp` devices share one copy of the weights, or as many as divide
     both it and their number. Raises `InputError` if there is no such checkpoint, or if the config
-    does not fit it or differs in the fields or sections that are `fixed`.
+    does not fit it or differs in a field that `must_stay`; see `training.resume`.
     """
     directory = open_path(workdir) / "checkpoints"
     number = checkpoint.find_step(directory, step)
@@ -41,8 +41,8 @@ def restore_model(
         raise InputError(f"workdir={workdir} has no complete checkpoint for step={step}")
     saved = checkpoint.read_run(directory, number)["config"]
     place = f"step {number} in {workdir}"
-    if changed := resume.check_config(saved, config, place, fixed):
-        print(f"config changed since {place}:", *changed, sep="\n")
+    if changed := resume.check_config(saved, config, must_stay, place):
+        print(f"config changed since {place}:\n{changed}")
     devices = devices or jax.devices()
     mesh = sharding.make_mesh(math.gcd(config.fsdp, len(devices)), devices)
     model = build.make_model(config, mesh)

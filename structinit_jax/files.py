@@ -1,20 +1,13 @@
-"""Files of an output directory, on disk or in object storage.
-
-A workdir may come from somebody else, or lie in a folder like /tmp in which others can prepare it.
-Nothing is written, replaced or deleted through a symbolic link in it, and what is read must be a
-regular file: a pipe would block. The path of the workdir may itself be a link, such as one to a
-scratch disk.
-"""
+"""Files of an output directory, on disk or in object storage."""
 
 import contextlib
 import errno
 import json
 import os
-import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from etils import epath
 
@@ -54,18 +47,10 @@ def open_path(workdir: epath.PathLike) -> epath.Path:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def is_regular(path: epath.PathLike) -> bool:
-    """Whether a path is that of a file, not of a pipe or device (etils takes these for files)."""
-    return is_url(path) or os.path.isfile(path)
-
-
 def read_file(path: epath.PathLike) -> bytes:
-    """Returns the content of a file; `InputError` if it is missing or not a regular file."""
-    path = epath.Path(path)
+    """Returns the content of a file; `InputError` if it is missing or cannot be read."""
     try:
-        if path.exists() and not is_regular(path):
-            raise InputError(f"{path} is not a regular file")
-        return path.read_bytes()
+        return epath.Path(path).read_bytes()
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -74,7 +59,7 @@ def parse_json(content: bytes, name: epath.PathLike) -> Any:
     """Parses the content of a JSON file of this name; `InputError` if it is anything else."""
     try:
         return json.loads(content)
-    except (ValueError, RecursionError) as error:  # a RecursionError, if it is nested too deeply
+    except ValueError as error:
         raise InputError(f"{name} is not JSON: {error}") from error
 
 
@@ -86,34 +71,11 @@ def read_json(path: epath.PathLike) -> Any:
 # -- writing ---------------------------------------------------------------------------------------
 
 
-def make_folder(folder: epath.PathLike) -> None:
-    """Creates a folder in a workdir, unless it is there; `InputError` if it is a link."""
-    folder = epath.Path(folder)
-    if os.path.islink(folder):
-        raise _link_error(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-
-
-def open_to_append(path: epath.PathLike) -> TextIO:
-    """Opens a text file to read it and to append lines; `InputError` if it is a link or a pipe."""
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-    try:
-        number = os.open(path, flags, 0o666)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise _link_error(path) from error
-        raise
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        raise InputError(f"{path} is not a regular file: delete it")
-    return open(number, "a+", buffering=1, encoding="utf-8", errors="backslashreplace")
-
-
 @contextlib.contextmanager
 def replace_files(folder: epath.PathLike) -> Iterator[Path]:
     """Yields a temporary folder, whose files replace those of a folder at the end of the context.
 
-    After an error or a kill the old files are still there. A link is replaced, not followed.
+    After an error or a kill the old files are still there.
     """
     with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=folder) as temporary:
         yield Path(temporary)
@@ -145,10 +107,3 @@ def report_full_disk(workdir: epath.PathLike) -> Iterator[None]:
             "run the same command again to resume",
             exit_code=1,
         ) from error
-
-
-def _link_error(path):
-    return InputError(
-        f"{path} is a symbolic link, through which nothing is written: delete it. To write to "
-        "another disk, pass a folder there as workdir"
-    )

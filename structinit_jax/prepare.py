@@ -21,7 +21,7 @@ from structinit_jax.command_line import FLAGS
 from structinit_jax.data.builders import find_builder
 from structinit_jax.data.datasets import OPENERS, open_dataset
 from structinit_jax.data.source import Dataset, Folder, ImageSource
-from structinit_jax.errors import InputError, printable
+from structinit_jax.errors import InputError
 
 MAX_SHOWN_CLASSES = 10
 MAX_AVERAGED = 1000  # images, which fixes mean and deviation to about 0.01
@@ -113,7 +113,7 @@ def report(dataset: Dataset, num_checked: int) -> None:
     Raises `InputError` at the end if an image or a label is bad.
     """
     names = dataset.class_names
-    shown = ", ".join(map(printable, names[:MAX_SHOWN_CLASSES]))
+    shown = ", ".join(names[:MAX_SHOWN_CLASSES])
     shown += ", …" if len(names) > MAX_SHOWN_CLASSES else ""
     print(f"{dataset.name}: {len(names)} classes ({shown}), {dataset.info.channels} channels")
     if left_out := [f"{kind} ({count:,})" for kind, count in dataset.left_out.items() if count]:

@@ -219,18 +219,7 @@ def test_the_state_of_another_step_is_not_restored(directory):
         checkpoint.restore(directory, 12, ABSTRACT)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../8/run.json",
-        "/etc/passwd",
-        "state/../run.json",
-        "state",
-        "state/",
-        "state//a",
-        "run.json",
-    ],
-)
+@pytest.mark.parametrize("name", ["../8/run.json", "/etc/passwd", "state/../run.json", "run.json"])
 def test_an_index_names_files_of_the_state_alone(directory, name, capsys):
     index = directory / "12" / "index_0.json"
     content = read_json(index)
@@ -255,7 +244,6 @@ def test_files_of_the_state_that_no_index_names_are_noticed(directory, capsys):
     ("name", "content"),
     [
         *[(name, text) for name in ("run.json", "index_0.json") for text in (b"[1]", b"{}", b"3")],
-        *[(name, b"[" * 100_000) for name in ("run.json", "index_0.json")],
         *[("index_0.json", {"files": files}) for files in ({}, [], {"state/a": 1})],
     ],
 )
@@ -283,37 +271,6 @@ def test_steps_that_are_no_int32_are_not_ours(directory):
     )
     assert checkpoint.find_step(directory) == 12
     assert checkpoint.find_step(directory, "9" * 5000) is None
-
-
-def test_pipes_and_devices_are_not_read(directory):
-    for step, name in (("12", ARRAY), ("8", "run.json")):
-        (directory / step / name).unlink()
-        os.mkfifo(directory / step / name)
-    assert checkpoint.find_step(directory) == 4
-
-
-def test_nothing_is_written_or_deleted_through_a_link(directory, tmp_path):
-    (tmp_path / "photos" / "2024").mkdir(parents=True)
-    (tmp_path / "link").symlink_to(tmp_path / "photos")
-    with pytest.raises(InputError, match=r"link is a symbolic link"), opened(tmp_path / "link"):
-        pass
-    (directory / "16").symlink_to(tmp_path / "photos")
-    with pytest.raises(InputError, match=r"16 is a symbolic link"), opened(directory):
-        pass
-    (directory / "16").unlink()
-    (directory / "16").mkdir()
-    (directory / "16" / "state").symlink_to(tmp_path / "photos")
-    with opened(directory) as checkpoints, pytest.raises(InputError, match="16 has state/"):
-        save(checkpoints, 16)
-    (directory / "16" / "state").unlink()
-    (tmp_path / "thesis").write_text("thesis")
-    for name in ("run.json", "index_0.json"):
-        (directory / "16" / name).symlink_to(tmp_path / "thesis")
-    with opened(directory) as checkpoints:
-        save(checkpoints, 16)
-    assert (tmp_path / "thesis").read_text() == "thesis"
-    assert os.listdir(tmp_path / "photos") == ["2024"]
-    assert_restores(directory, 16)
 
 
 @pytest.mark.filterwarnings("ignore")  # of the emulators and clients

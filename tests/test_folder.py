@@ -1,4 +1,3 @@
-import os
 import shutil
 
 import jax
@@ -141,19 +140,6 @@ def test_a_folder_of_classes_is_the_split_train(root, tmp_path_factory):
         shutil.copytree(flat, flat.parent / "other" / name)
     with pytest.raises(InputError, match="no class folder with images"):
         open_dataset("folder", flat.parent / "other")
-
-
-def test_only_regular_files_are_opened(root, capsys):
-    cat = root / "train" / "cat"
-    os.mkfifo(cat / "fifo.png")
-    (cat / "device.png").symlink_to("/dev/zero")
-    (cat / "itself.png").symlink_to("itself.png")
-    source = open_dataset("folder", root).split("train", on_bad_image="skip")
-    assert sorted(values(source)) == list(range(30))
-    output = capsys.readouterr().out
-    assert "left out 3 bad images of 33:" in output
-    for line in ("fifo.png): not a regular file", "device.png): not a regular", "itself.png): "):
-        assert line in output
 
 
 def test_links_in_a_circle_are_not_followed(root):

@@ -5,7 +5,6 @@ import pytest
 from conftest import small_files_only
 from tensorboardX import proto
 
-from structinit_jax.errors import InputError
 from structinit_jax.training import metrics as metrics_lib
 from structinit_jax.training.metrics import MetricsLog, Progress, StepTrace, average
 
@@ -76,7 +75,7 @@ def test_a_full_disk_delays_only_the_events(tmp_path):
     assert [e.step for e in read_events(path) if e.summary.value] == list(range(20))
 
 
-@pytest.mark.parametrize("damage", [b"", b"3", b"[" * 100_000, b"\xff\xfe", b'{"x": 1}'])
+@pytest.mark.parametrize("damage", [b"", b"3", b"\xff\xfe", b'{"x": 1}'])
 def test_a_damaged_line_is_left_out_and_named(damage, tmp_path, capsys):
     log = MetricsLog(tmp_path, 0)
     for step in (2, 4, 6):
@@ -89,25 +88,6 @@ def test_a_damaged_line_is_left_out_and_named(damage, tmp_path, capsys):
     MetricsLog(tmp_path, 6).close()
     assert path.read_bytes() == b"".join(before)
     assert f"{path}: line 2 cannot be read\n" in capsys.readouterr().out
-
-
-def test_metrics_are_not_written_through_links(tmp_path):
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "rc").write_text("rc")
-    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "rc")
-    MetricsLog(tmp_path, 0).close()
-    assert (tmp_path / "rc").read_text() == "rc"
-    for path in (tmp_path / "tensorboard").iterdir():
-        path.unlink()
-    (tmp_path / "tensorboard").rmdir()
-    (tmp_path / "tensorboard").symlink_to(tmp_path / "photos")
-    with pytest.raises(InputError, match="tensorboard is a symbolic link"):
-        MetricsLog(tmp_path, 0)
-    (tmp_path / "profile").mkdir()
-    (tmp_path / "profile" / "plugins").symlink_to(tmp_path / "photos")
-    with pytest.raises(InputError, match="plugins is a symbolic link"):
-        StepTrace(tmp_path, first_step=1).after(0, None)
-    assert not list((tmp_path / "photos").iterdir())
 
 
 def test_metrics_are_averaged_over_steps():

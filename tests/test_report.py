@@ -36,7 +36,6 @@ def record(workdir, runs, facts=None):
                 for step, value in curve.items():
                     metrics = value if isinstance(value, dict) else {"eval/accuracy": value}
                     file.write(json.dumps({"step": step} | metrics) + "\n")
-            (folder / records.STATUS).write_text(records.DONE)
     baselines = dict.fromkeys(runs, "default")
     info = {"settings": settings, "baselines": baselines, "machine": ""}
     (workdir / records.GRID).write_text(json.dumps(info))
@@ -90,14 +89,3 @@ def test_curves_are_those_of_finished_runs(tmp_path):
     np.testing.assert_allclose(first.get_ydata(), [11, 51])
     np.testing.assert_allclose(second.get_ydata(), [40])
     assert report.draw_curves(record(tmp_path, {"impulse": {0: None}})) is None
-
-
-def test_a_report_is_text_without_control_characters(tmp_path):
-    facts = {"published": "50\x1b]0;t\x07", "config": {"a\x1b[2J": 1}}
-    record(tmp_path, {"default": {0: {6: 0.1, 12: 0.5}}}, {"default": facts})
-    (tmp_path / "default" / "seed_0" / records.STATUS).write_text("Error: \x1b[2J")
-    report.write_report(tmp_path)
-    for name in ("report.md", "results.csv"):
-        text = (tmp_path / name).read_text()
-        assert r"Error: \x1b[2J" in text
-        assert "\x1b" not in text

@@ -25,7 +25,7 @@ def saved(**fields):
 
 def test_fields_that_may_change_are_listed():
     fields = {"num_epochs": 90.0, "loss": "m:f", "model.remat": "full", "data.data_dir": "/moved"}
-    assert resume.check(saved(), make_config(**fields), DIGEST, PLACE) == [
+    assert resume.check_run(saved(), make_config(**fields), DIGEST, PLACE).splitlines() == [
         "  data.data_dir: '' -> '/moved'",
         "  loss: 'softmax_cross_entropy' -> 'm:f'",
         "  model.remat: 'none' -> 'full'",
@@ -51,7 +51,7 @@ def test_fields_that_may_change_are_listed():
 def test_fields_that_must_not_change_are_refused_by_name(field, value, line):
     config = make_config(**{field: value, "learning_rate": 0.5})
     with pytest.raises(InputError) as caught:
-        resume.check(saved(), config, DIGEST, PLACE)
+        resume.check_run(saved(), config, DIGEST, PLACE)
     first, *lines, last = str(caught.value).splitlines()
     assert PLACE in first
     assert len(lines) == 1  # without the learning rate
@@ -63,20 +63,20 @@ def test_fields_of_another_version_do_not_count():
     run = saved()
     del run["config"]["clip_norm"], run["config"]["model"]["layer_scale"]
     run["config"] |= {"gone": 1, "section": {"a": 3}}
-    assert resume.check(run, make_config(), DIGEST, PLACE) == []
+    assert resume.check_run(run, make_config(), DIGEST, PLACE) == ""
     run["config"]["attention_init"]["gone"] = 1
     with pytest.raises(InputError, match=r"attention_init\.gone: 1 -> None"):
-        resume.check(run, make_config(), DIGEST, PLACE)
+        resume.check_run(run, make_config(), DIGEST, PLACE)
 
 
 def test_an_option_of_the_scheme_that_is_not_set_has_its_default():
     config = make_config(**{"attention_init.kernel_size": 3})
-    assert resume.check(saved(), config, DIGEST, PLACE) == []
+    assert resume.check_run(saved(), config, DIGEST, PLACE) == ""
     run = saved(**{"attention_init.kernel_size": 3})
-    assert resume.check(run, make_config(), DIGEST, PLACE) == []
+    assert resume.check_run(run, make_config(), DIGEST, PLACE) == ""
 
 
 def test_other_data_are_refused():
-    assert resume.check(saved(), make_config(), DIGEST, PLACE) == []
+    assert resume.check_run(saved(), make_config(), DIGEST, PLACE) == ""
     with pytest.raises(InputError, match=r"train_split='train' does not hold .* step 400 in"):
-        resume.check(saved(), make_config(), "decaf", PLACE)
+        resume.check_run(saved(), make_config(), "decaf", PLACE)

@@ -1,8 +1,6 @@
 """Trains the settings of a comparison with several seeds. Unfinished runs are resumed."""
 
 import contextlib
-import functools
-import io
 import json
 import platform
 import sys
@@ -54,18 +52,14 @@ def run_grid(
     """
     command_line.use_compilation_cache()  # through which runs share programs
     workdir = workdir_lib.prepare_workdir(workdir)
-    notes = io.StringIO()
     new = {}
-    with contextlib.redirect_stdout(notes):
-        for name, config in settings.items():
-            row = rows[name] if rows else {}
-            new[name] = describe_setting(name, config) | {
-                "seeds": list(seeds),
-                "published": row.get("published", ""),
-                "note": row.get("note", ""),
-            }
-    for note in dict.fromkeys(notes.getvalue().splitlines()):  # once for all settings
-        print(note)
+    for name, config in settings.items():
+        row = rows[name] if rows else {}
+        new[name] = describe_setting(name, config) | {
+            "seeds": list(seeds),
+            "published": row.get("published", ""),
+            "note": row.get("note", ""),
+        }
     baselines = {name: rows[name]["baseline"] for name in settings} if rows else None
     with files.report_full_disk(workdir):
         with workdir_lib.lock_workdir(workdir):
@@ -116,8 +110,17 @@ def _merge(workdir, new, settings):
         info = records.read_grid(workdir)
     old = info["settings"]
     for name, facts in new.items():
-        # Settings may read folders of the same name at several places.
-        earlier = [old[name]] if name in old else old.values()
+        earlier = old.values()
+        if name in old:
+            earlier = [old[name]]  # others may read folders of the same name at other places
+            place = f"the setting {name} in {workdir}"
+            resume.check_config(old[name]["config"], settings[name], records.matters, place)
+            facts["seeds"] = sorted({*old[name]["seeds"], *facts["seeds"]})
+        elif (workdir / name).exists():
+            raise InputError(
+                f"{workdir / name} holds runs that {records.GRID} does not list: move the folder "
+                "away, or use another --workdir"
+            )
         for data, new_digest in facts["data"].items():
             digests = [each["data"][data] for each in earlier if data in each["data"]]
             if digests and new_digest not in digests:
@@ -125,22 +128,6 @@ def _merge(workdir, new, settings):
                     f"--workdir={workdir} holds results for other images, labels or classes of "
                     f"{data}: restore the old data, or use another --workdir"
                 )
-        if name in old:
-            configs = {f"the setting {name} in {workdir}": old[name]["config"]}
-            facts["seeds"] = sorted({*old[name]["seeds"], *facts["seeds"]})
-        else:  # runs that `compare.json` lacks, since it was deleted
-            configs = {}
-            for folder in sorted((workdir / name).glob("seed_*")):
-                if (folder / "config.json").exists():
-                    configs[str(folder)] = files.read_json(folder / "config.json")
-                elif (folder / "status.txt").exists():
-                    raise InputError(
-                        f"{folder}: config.json is missing, so its run cannot be checked: delete "
-                        "the folder"
-                    )
-        for place, config in configs.items():
-            free = ("seed", *records.HARMLESS)
-            resume.check_config(config, settings[name], place, tuple(settings[name]), free)
     return info | {"settings": new | {name: old[name] for name in old if name not in new}}
 
 
@@ -164,46 +151,45 @@ def _train_all(workdir, info, settings, seeds) -> int:
     failed = 0
     runs = [(name, seed) for name in settings for seed in seeds]
     for number, (name, seed) in enumerate(runs, start=1):
-        run = records.SeedRun(workdir, name, seed, info["settings"][name])
-        # Prints to the output of this moment, also while `_train` redirects it.
+        facts = info["settings"][name]
+        run = records.SeedRun(workdir, name, seed, facts)
         label = f"[{number}/{len(runs)}] {name} seed {seed}:"
-        say = functools.partial(print, label, file=sys.stdout, flush=True)
         if run.status == "done":
-            say(f"done before, {run.result}")
+            print(label, f"done before, {run.result}", flush=True)
             continue
-        for folder in (run.folder.parent, run.folder):
-            files.make_folder(folder)
-            workdir_lib.prepare_workdir(folder)
+        run.folder.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as locked:
             try:
                 locked.enter_context(workdir_lib.lock_workdir(run.folder.parent))
             except InputError:
-                say("another process trains this setting")
+                print(label, "another process trains this setting", flush=True)
                 continue
-            _train(settings[name], run, say, stop)
-        run = records.SeedRun(workdir, name, seed, run.facts)
+            print(label, "started", flush=True)
+            _train(settings[name], run, label, stop)
+        run = records.SeedRun(workdir, name, seed, facts)
         trained += 1
-        failed += run.status == "failed"
+        failed += run.status != "done"
         left = (time.perf_counter() - began) / trained * (len(runs) - number)
-        say(f"{run.result}; about {format_duration(left)} left")
+        print(label, f"{run.result}; about {format_duration(left)} left", flush=True)
         if stop.reached(0):  # by a signal during the last step
             raise KeyboardInterrupt
     return failed
 
 
-def _train(config, run, say, stop):
-    """Trains a run, with its output in `log.txt`, and records how it ended."""
-    say("started")
+def _train(config, run, label, stop):
+    """Trains a run, with its output in `log.txt`, and records the error if it fails."""
     config = config.copy_and_resolve_references()
     config.seed = run.seed
-    status = records.DONE
+    terminal = sys.stdout
 
     def show_evaluation(step, results):
-        accuracy = results["eval/accuracy"]
-        name = run.facts["test_name"]
-        say(f"step {step}, epoch {run.epoch(step):.1f}, {name} accuracy {accuracy:.2%}")
+        accuracy = f"{run.facts['test_name']} accuracy {results['eval/accuracy']:.2%}"
+        text = f"step {step}, epoch {run.epoch(step):.1f}, {accuracy}"
+        print(label, text, file=terminal, flush=True)
 
-    log = files.open_to_append(run.folder / LOG)
+    error_file = run.folder / records.ERROR
+    error_file.unlink(missing_ok=True)
+    log = (run.folder / LOG).open("a", buffering=1, errors="backslashreplace")
     with log, contextlib.redirect_stdout(log):
         try:
             train(config.lock(), run.folder, stop_request=stop, on_evaluation=show_evaluation)
@@ -211,5 +197,5 @@ def _train(config, run, say, stop):
             if isinstance(error, StoppedError) and error.exit_code == PREEMPTED_EXIT_CODE:
                 raise
             traceback.print_exc(file=log)
-            status = printable(f"{type(error).__name__}: {error}".splitlines()[0])
-    files.write_atomically(run.folder / records.STATUS, status + "\n")
+            text = printable(f"{type(error).__name__}: {error}".splitlines()[0])
+            files.write_atomically(error_file, text + "\n")

@@ -7,15 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from structinit_jax.errors import prefixed, printable
-from structinit_jax.files import read_file, read_json
+from structinit_jax.files import read_json
 from structinit_jax.training.metrics import read_metrics
 
 GRID = "compare.json"
-STATUS = "status.txt"  # of a run: `DONE`, or why it failed
-DONE = "done"
+ERROR = "error.txt"  # of a run that failed: why, in one line
 # Fields that change the results by rounding at most; data have digests of their contents.
 HARMLESS = ("checkpoint_every_steps", "keep_checkpoints", "fsdp", "data.data_dir", "model.remat")
+
+
+def matters(field: str) -> bool:
+    """Whether the results of a setting depend on a field, the seed aside."""
+    return field != "seed" and field not in HARMLESS
 
 
 class SeedRun:
@@ -27,8 +30,9 @@ class SeedRun:
       folder: Workdir of the run.
       curve: The test accuracy by step, from 0 to 1, up to the last step of the comparison:
         `structinit_jax.main` may have trained the run longer.
-      status: 'done', 'failed' or 'unfinished'.
       error: Why the run failed, in one line.
+      status: 'done', 'failed' or 'unfinished'. A run is done if it has the accuracy of the last
+        step.
     """
 
     def __init__(self, workdir: Path, setting: str, seed: int, facts: Mapping[str, Any]):
@@ -36,19 +40,15 @@ class SeedRun:
         self.seed = seed
         self.facts = facts
         self.folder = workdir / setting / f"seed_{seed}"
-        metrics = self.folder / "metrics.jsonl"
+        lines = read_metrics(self.folder / "metrics.jsonl", facts["num_steps"])
         self.curve: dict[int, float] = {
-            line["step"]: line["eval/accuracy"]
-            for line in read_metrics(metrics, facts["num_steps"])
-            if "eval/accuracy" in line
+            line["step"]: line["eval/accuracy"] for line in lines if "eval/accuracy" in line
         }
-        status = self.folder / STATUS
-        recorded = read_file(status).decode(errors="replace") if status.exists() else ""
-        recorded = printable(recorded.strip())
-        self.error = "" if recorded == DONE else recorded
-        if recorded == DONE and facts["num_steps"] not in self.curve:
-            self.error = f"no result in {metrics}: delete its folder"
-        self.status = "failed" if self.error else recorded or "unfinished"
+        error = self.folder / ERROR
+        self.error = error.read_text().strip() if error.exists() else ""
+        self.status = "done" if facts["num_steps"] in self.curve else "unfinished"
+        if self.error:
+            self.status = "failed"
 
     @property
     def accuracy(self) -> float:
@@ -60,7 +60,9 @@ class SeedRun:
         """How the run ended, in one line."""
         if self.status == "done":
             return f"{self.facts['test_name']} accuracy {self.accuracy:.2%}"
-        return f"failed: {self.error}"
+        # A run with all of its checkpoints trains no more, and writes no metrics.
+        lost = f"no result in {self.folder / 'metrics.jsonl'}: delete its folder"
+        return f"failed: {self.error or lost}"
 
     def epoch(self, step: int) -> float:
         """Converts a step to epochs."""
@@ -97,8 +99,7 @@ def read_grid(workdir: Path) -> dict[str, Any]:
     It has the 'machine', by setting the 'baselines', and as 'settings' by name what
     `grid.describe_setting` returns, with the 'seeds', the 'published' accuracy and the 'note'.
     """
-    with prefixed("if this file is damaged, delete it and run the same command again: "):
-        return read_json(workdir / GRID)
+    return read_json(workdir / GRID)
 
 
 def read_comparison(workdir: Path) -> Comparison:

@@ -16,7 +16,6 @@ from scipy import special
 
 from structinit_jax.analysis.figures import COLORS, add_legend
 from structinit_jax.compare.records import HARMLESS, Comparison, read_comparison
-from structinit_jax.errors import printable
 from structinit_jax.files import write_atomically
 from structinit_jax.training.figures import csv_text, png
 from structinit_jax.training.resume import changes
@@ -130,9 +129,10 @@ def _other_fields(info: Mapping[str, Any]) -> list[str]:
 def write_report(workdir: Path) -> None:
     """Writes the files of the report."""
     comparison = read_comparison(workdir)
-    texts = {"results.csv": csv_of(comparison), "report.md": markdown(comparison)}
-    # `compare.json` may come from somebody else.
-    files: dict[str, str | bytes] = {k: printable(text, keep="\n") for k, text in texts.items()}
+    files: dict[str, str | bytes] = {
+        "results.csv": csv_of(comparison),
+        "report.md": markdown(comparison),
+    }
     if figure := draw_curves(comparison):
         files[CURVES] = png(figure)
     for name, content in files.items():

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from structinit_jax.data.source import Dataset, DatasetInfo, Folder
-from structinit_jax.errors import InputError, printable
+from structinit_jax.errors import InputError
 
 SPLITS = ("train", "val", "test")
 SUFFIXES = (
@@ -90,9 +90,7 @@ def open_folder(root: Folder) -> Dataset:
         empty = [name for name, paths in found[split].items() if not paths]
         if empty and split == "train":
             path = (folders[split] / empty[0]).relative_to(folder)
-            raise problem(
-                f"the class {printable(str(path))} holds no image ({', '.join(SUFFIXES)})"
-            )
+            raise problem(f"the class {path} holds no image ({', '.join(SUFFIXES)})")
         if empty and split == first:
             print(f"note: {len(empty):,} of the {len(found[first]):,} classes hold no image")
         labels = {name: label for label, name in enumerate(found[first])}

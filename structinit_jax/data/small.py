@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from structinit_jax.data.source import Dataset, Folder, read_file
+from structinit_jax.data.source import Dataset, Folder
 from structinit_jax.errors import InputError
 
 URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
@@ -70,7 +70,7 @@ def open_fashion_mnist(data_dir: Folder) -> Dataset:
         path = folder / f"{name}.gz"
         try:
             if path.exists():
-                arrays.append(_parse_idx(read_file(path), sha256))
+                arrays.append(_parse_idx(path.read_bytes(), sha256))
             else:
                 arrays.append(_download(f"{URL}/{path.name}", path, sha256))
         # Of the network, the file system, gzip or the checksum.
@@ -103,8 +103,7 @@ def _download(url, path, sha256):
     # Other processes, on other hosts too, may download the same file. A file of `tempfile` could be
     # read by its owner alone.
     partial = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
-    with partial.open("xb") as file:  # a new file: it is not written through somebody's link
-        file.write(content)
+    partial.write_bytes(content)
     partial.replace(path)
     return array
 

@@ -1,7 +1,6 @@
 """A data set, its splits in TFDS syntax, and the images and labels of a split."""
 
 import dataclasses
-import errno
 import functools
 import hashlib
 import itertools
@@ -10,7 +9,6 @@ import math
 import operator
 import os
 import re
-import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +19,7 @@ import numpy as np
 
 from structinit_jax.checks import require
 from structinit_jax.data.images import PIL_MODES, BadImageError, StoredImage
-from structinit_jax.errors import InputError, printable
+from structinit_jax.errors import InputError
 
 Folder = str | os.PathLike | None
 READ_BLOCK = 256  # examples
@@ -151,14 +149,14 @@ class ImageSource:
         image = example.image
         name = example.place
         if isinstance(image, str | os.PathLike):
-            name += f" ({printable(os.fspath(image))})"
+            name += f" ({os.fspath(image)})"
             try:
-                image = read_file(image)
+                image = Path(image).read_bytes()
             except OSError as error:
                 raise BadImageError(f"{name}: {error.strerror}") from error
         elif file_name := example.file_name:
             text = file_name.decode() if isinstance(file_name, bytes) else file_name
-            name += f" ({printable(text)})"
+            name += f" ({text})"
         return StoredImage(image, self.info.channels, name)
 
 
@@ -205,14 +203,6 @@ def _num_bytes(example):
         except OSError:  # Reading the image reports this error.
             return 0
     return image.nbytes if isinstance(image, np.ndarray) else len(image)
-
-
-def read_file(path: str | os.PathLike) -> bytes:
-    """Reads a regular file. Others, such as a FIFO or a device, might never end: `OSError`."""
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(errno.ENOENT, "not a regular file", os.fspath(path))
-    with open(path, "rb") as file:
-        return file.read()
 
 
 @dataclasses.dataclass(frozen=True)

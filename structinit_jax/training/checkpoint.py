@@ -21,7 +21,7 @@ from etils import epath, epy
 from jax.experimental import multihost_utils
 
 from structinit_jax.errors import InputError
-from structinit_jax.files import is_url, make_folder
+from structinit_jax.files import is_url
 from structinit_jax.training import checkpoint_files as files_lib
 from structinit_jax.training import distributed
 from structinit_jax.training.checkpoint_files import RUN, STATE, step_folders
@@ -45,9 +45,8 @@ class Checkpoints:
     """The checkpoints of a run that is being trained: the newest `keep`, and the best one.
 
     Damaged checkpoints are reported and not used; `InputError` if there are several and none is
-    intact, or if one is a symbolic link. Those that a kill left unfinished are deleted, unless
-    their folder holds other files too. `latest_step` is the step of the newest checkpoint, or None
-    if there is none.
+    intact. Those that a kill left unfinished are deleted, unless their folder holds other files
+    too. `latest_step` is the step of the newest checkpoint, or None if there is none.
     """
 
     def __init__(self, directory: epath.PathLike, keep: int):
@@ -72,8 +71,7 @@ class Checkpoints:
 
     def _read(self):
         """Finds the intact checkpoints, and deletes unfinished ones."""
-        for folder in [self.directory, *step_folders(self.directory)]:
-            make_folder(folder)
+        self.directory.mkdir(parents=True, exist_ok=True)
         for folder in step_folders(self.directory):
             files_lib.remove_unfinished(folder)
         folders = step_folders(self.directory)
@@ -99,12 +97,12 @@ class Checkpoints:
         run = run | {"version": files_lib.VERSION, "step": step, "num_indexes": num_indexes}
         folder = self.directory / str(step)
         if not self._staged:
-            make_folder(folder)
+            folder.mkdir(exist_ok=True)
         if jax.process_index() == 0:
             if (folder / STATE).exists() and not files_lib.is_ours(folder):
                 raise InputError(
-                    f"{folder} has {STATE}/ next to links or to files of another program: move the "
-                    "folder away and run the same command again to resume"
+                    f"{folder} has {STATE}/ next to files of another program: move the folder away "
+                    "and run the same command again to resume"
                 )
             (folder / RUN).unlink(missing_ok=True)  # of a damaged checkpoint of the same step
         files_lib.index_path(folder, jax.process_index()).unlink(missing_ok=True)

@@ -10,9 +10,6 @@ A checkpoint is a folder `STEP/`, on a disk or in object storage:
 The JSON files end with their own checksums, and an index holds that of its `run.json`, so that
 files of another run or step are noticed. A checkpoint is intact if `state/` has the files of its
 indexes and all of them match their checksums.
-
-The files may come from somebody else, so a name in an index is used only if it is that of a file in
-`state/`.
 """
 
 import hashlib
@@ -20,31 +17,22 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from os.path import islink
 from pathlib import Path
 from typing import Any
 
 from etils import epath
 from flax.traverse_util import flatten_dict
 
-from structinit_jax.errors import InputError, printable
-from structinit_jax.files import (
-    PARTIAL,
-    is_regular,
-    is_url,
-    parse_json,
-    read_file,
-    write_atomically,
-)
+from structinit_jax.errors import InputError
+from structinit_jax.files import PARTIAL, is_url, parse_json, read_file, write_atomically
 
 STATE = "state"
 RUN = "run.json"
 VERSION = 2
 # Errors of missing files, of damaged ones (`InputError`), and of JSON that is not ours.
-UNREADABLE = (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError)
+UNREADABLE = (OSError, ValueError, TypeError, AttributeError, LookupError)
 _PART = re.compile(rf"state(\.orbax-checkpoint-tmp.*)?|index_\d+\.json|run\.json|{PARTIAL}.*")
 _STEP = re.compile(r"[1-9][0-9]{0,8}")  # fits int32
-_FILE = re.compile(r"state(/(?!\.\.?(/|$))[^/]+)+")  # no part of the path is empty, '.' or '..'
 
 
 # -- folders ---------------------------------------------------------------------------------------
@@ -65,8 +53,8 @@ def remove_unfinished(folder: epath.Path) -> None:
 
 
 def is_ours(folder: epath.Path) -> bool:
-    """Whether a folder holds nothing but parts of a checkpoint of this program, and no link."""
-    return all(_PART.fullmatch(path.name) and not islink(path) for path in folder.iterdir())
+    """Whether a folder holds nothing but parts of a checkpoint of this program."""
+    return all(_PART.fullmatch(path.name) for path in folder.iterdir())
 
 
 def index_path(folder: epath.Path, process: int) -> epath.Path:
@@ -118,8 +106,9 @@ def read_indexes(folder: epath.Path, run: dict[str, Any]) -> dict[str, Any]:
         index = _read_json(path)
         if index["run"] != _identity(run):
             raise InputError(f"{path.name} belongs to another {RUN}")
-        if others := [name for name in index["files"] if not _FILE.fullmatch(name)]:
-            raise InputError(f"{path.name} names {others[0]!r}, which is not a file of {STATE}/")
+        for name in index["files"]:
+            if not name.startswith(f"{STATE}/") or ".." in name.split("/"):
+                raise InputError(f"{path.name} names {name!r}, which is not a file of {STATE}/")
         files |= index["files"]
     return files
 
@@ -128,10 +117,8 @@ def _read_intact(folder):
     """Returns `run.json` of a checkpoint; raises one of `UNREADABLE` if any file is damaged."""
 
     def check(name, digest):
-        if not is_regular(folder / name):
-            raise InputError(f"{printable(name)} is missing")
         if digest_of(folder / name) != digest:
-            raise InputError(f"{printable(name)} does not match its checksum")
+            raise InputError(f"{name} does not match its checksum")
 
     run = read_run(folder)
     files = read_indexes(folder, run)
@@ -141,7 +128,7 @@ def _read_intact(folder):
             needed = path.name == ".zarray" or not path.name.startswith(".")
             name = path.relative_to(folder).as_posix()
             if needed and name not in files and not path.is_dir():
-                raise InputError(f"{printable(name)} is in no index")
+                raise InputError(f"{name} is in no index")
     in_threads(check, files.keys(), files.values())
     return run
 

@@ -16,14 +16,7 @@ import numpy as np
 from etils import epath, epy
 
 from structinit_jax.errors import InputError
-from structinit_jax.files import (
-    is_url,
-    make_folder,
-    open_to_append,
-    parse_json,
-    read_file,
-    write_atomically,
-)
+from structinit_jax.files import is_url, parse_json, read_file, write_atomically
 from structinit_jax.training import distributed
 
 with epy.lazy_imports():  # only the first process of a training run needs them
@@ -64,12 +57,12 @@ class MetricsLog:
 
     def _open(self, start_step: int) -> None:
         folder = self._folder / "tensorboard"
-        make_folder(folder)
+        folder.mkdir(exist_ok=True)
         path = self._folder / "metrics.jsonl"
         earlier = self._workdir / "metrics.jsonl"
         lines = read_metrics(earlier, start_step) if start_step else []
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
-        self._lines = self._files.enter_context(open_to_append(path))
+        self._lines = self._files.enter_context(path.open("a"))
         suffix = f".{uuid.uuid4().hex[:8]}"  # two starts may share a second
         # The thread of a `SummaryWriter` prints a traceback when the disk is full.
         self._events = tensorboardX.event_file_writer.EventsWriter(str(folder / "events"), suffix)
@@ -200,8 +193,6 @@ class StepTrace:
         if step + 1 == self._first:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # tracing Python calls would slow the steps down
-            for folder in (".", "plugins", "plugins/profile"):  # in which JAX makes a new one
-                make_folder(self._directory / folder)
             jax.profiler.start_trace(
                 self._directory, create_perfetto_trace=True, profiler_options=options
             )

@@ -233,8 +233,8 @@ def _check_resume(config, schedule, checkpoints, record, workdir):
     step = checkpoints.latest_step
     saved = checkpoint.read_run(checkpoints.directory, step)
     place = f"step {step} in {workdir}"
-    if changed := resume.check(saved, config, record["data_digest"], place):
-        print("config changed since the checkpoint:", *changed, sep="\n")
+    if changed := resume.check_run(saved, config, record["data_digest"], place):
+        print(f"config changed since the checkpoint:\n{changed}")
     if step > schedule.num_steps:
         field = "num_steps" if config.num_steps else "num_epochs"
         raise InputError(

@@ -11,8 +11,8 @@ import jax
 from etils import epath
 from jax.experimental import multihost_utils
 
-from structinit_jax.errors import InputError, printable
-from structinit_jax.files import is_url, open_path, open_to_append, read_file
+from structinit_jax.errors import InputError
+from structinit_jax.files import is_url, open_path, read_file
 from structinit_jax.training import distributed
 
 LOCK = ".lock"
@@ -46,7 +46,7 @@ def prepare_workdir(workdir: epath.PathLike) -> Path:
     path = Path(workdir).expanduser().absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
-        open_to_append(path / LOCK).close()
+        (path / LOCK).open("a").close()
     except OSError as error:
         raise InputError(f"workdir={workdir} cannot be written to: {error}") from error
     return path
@@ -61,15 +61,14 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
     run holds it.
     """
     # filelock does not record which process holds a lock.
-    with open_to_append(workdir / LOCK) as file:
+    with (workdir / LOCK).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            holder = printable(file.read(200).strip())
             raise InputError(
-                f"workdir={workdir} is in use by another run ({holder}): wait until it ends, stop"
-                f" it, or choose another directory; if its host is lost, delete {LOCK}"
+                f"workdir={workdir} is in use by another run ({file.read().strip()}): wait until it"
+                f" ends, stop it, or choose another directory; if its host is lost, delete {LOCK}"
             ) from None
         except OSError:
             print(f"note: {workdir} cannot be locked: make sure that no other run uses it")
