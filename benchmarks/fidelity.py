@@ -77,8 +77,8 @@ def initial_weights(config) -> dict[str, list[float]]:
     """Returns what `make_programs.statistics` records, for one of our configs."""
     model = build.make_model(config, make_mesh(devices=jax.devices()[:1]))
     sizes = {}
-    *weights, _ = initialize_model(model, make_attention_init(config), config.seed)
-    for name, value in to_timm(nnx.merge(model.graphdef, *weights)).items():
+    initial = initialize_model(model, make_attention_init(config), config.seed)
+    for name, value in to_timm(nnx.merge(model.graphdef, *initial.weights)).items():
         parts = {name: value}
         if ".qkv." in name:
             chunks = zip("qkv", np.split(value, 3), strict=True)

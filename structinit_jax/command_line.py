@@ -1,27 +1,22 @@
 """Code shared by the commands: flags, fields of the config, error messages, compilation cache.
 
 Flags are defined when a command runs, so that an import defines none beside a user's own.
-
-`ml_collections.config_flags` does not replace `set_field`: `compare` sets fields of many configs,
-and an option of a scheme need not be in the config before it is set.
 """
 
-import ast
 import os
 import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from absl import app, flags, logging
-from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
-from structinit_jax.errors import InputError, StoppedError, printable, suggest
+from structinit_jax.config import Overrides
+from structinit_jax.errors import InputError, StoppedError, printable
 
 FLAGS = flags.FLAGS
 # Flags that several commands share.
@@ -38,7 +33,6 @@ SHARED = {
     "trust_workdir": "Import Python code that the config of --workdir names.",
 }
 FIELD = re.compile(r"--?config\.([^=]+)=(.*)", re.DOTALL)
-Overrides = Sequence[tuple[str, str]]  # path and text of each --config.FIELD=VALUE
 
 
 def run(
@@ -138,49 +132,5 @@ def read_config(overrides: Overrides) -> ConfigDict:
         config = config_lib.load_run_config(FLAGS.workdir, bool(FLAGS.trust_workdir))
     else:
         raise InputError("--config is required, such as --config=configs/vit_t_digits.py")
-    set_fields(config, overrides)
+    config_lib.set_fields(config, overrides)
     return config.lock()
-
-
-def set_fields(config: ConfigDict, overrides: Overrides) -> None:
-    """Sets fields as the command line does; for errors see `set_field`."""
-    # The options of a scheme can be set once its name is.
-    for path, text in sorted(overrides, key=lambda override: override[0] != "attention_init.name"):
-        set_field(config, path, text)
-
-
-def set_field(config: ConfigDict, path: str, text: str) -> None:
-    """Sets a field, such as 'model.depth', as `--config.FIELD=VALUE` does.
-
-    Options of the scheme need not be in `attention_init` yet. The scheme's name is set by
-    `config.set_scheme`, which changes other fields too. Raises `InputError` if there is no such
-    field, or if the value has another type.
-    """
-    if path == "attention_init.name":
-        return config_lib.set_scheme(config, text)
-    fields = flatten_dict(config.to_dict(), sep=".")
-    if path.startswith("attention_init."):
-        options = config_lib.scheme_options(config.attention_init.name)
-        fields = dict.fromkeys(f"attention_init.{option}" for option in options) | fields
-    if path not in fields:
-        raise InputError(f"config.{path} does not exist: {suggest(path, fields)}")
-    section, _, name = path.rpartition(".")
-    try:
-        with config.unlocked():
-            (config[section] if section else config)[name] = _read(text, fields[path])
-    except (TypeError, ValueError) as error:
-        kind = f"{type(fields[path]).__name__}, such as {fields[path]}"
-        raise InputError(f"config.{path}={text} must be of type {kind}") from error
-
-
-def _read(text: str, old: Any) -> Any:
-    """Converts the text of a field to the type of its old value."""
-    if isinstance(old, str):
-        return text
-    if isinstance(old, bool):
-        return flags.BooleanParser().parse(text)
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-    return (value,) if isinstance(old, tuple) and not isinstance(value, tuple | list) else value

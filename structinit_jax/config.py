@@ -4,13 +4,15 @@ The files in `configs/` start from `base_config` and set what their recipe chang
 defines the fields of `config.model`, and `augment.AugmentConfig` those of `config.augment`.
 """
 
+import ast
 import dataclasses
 import inspect
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from absl import flags
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
@@ -28,7 +30,7 @@ from structinit_jax.checks import (
     is_count,
     is_reference,
 )
-from structinit_jax.errors import InputError, prefixed, printable
+from structinit_jax.errors import InputError, prefixed, printable, suggest
 from structinit_jax.files import open_path, read_json
 
 # The names of checkpoints have nine digits, which fit int32.
@@ -150,10 +152,11 @@ def validate(config: ConfigDict) -> None:
                 f"config.data.{field}={data[field]} must be a tuple of "
                 f"config.data.channels={data.channels} numbers"
             )
-    if _lacks_learned_positions(config):
+    positions = config.model.get("positions", "learned")
+    if config.attention_init.get("name") == "impulse_2025" and positions != "learned":
         raise InputError(
-            f"config.model.positions={config.model.positions!r} must be 'learned' for "
-            "config.attention_init.name='impulse_2025'"
+            f"config.model.positions={positions!r} must be 'learned' for "
+            "config.attention_init.name='impulse_2025', the closed form for learned positions"
         )
     if not config.num_steps and config.cooldown_epochs >= config.num_epochs:
         raise InputError(
@@ -185,29 +188,69 @@ def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:
         raise InputError(f"config.attention_init: {error}") from error
 
 
-def _lacks_learned_positions(config):
-    """Whether the closed form of `impulse_2025`, which needs learned positions, has others."""
-    is_closed_form = config.attention_init.get("name") == "impulse_2025"
-    return is_closed_form and config.model.get("positions", "learned") != "learned"
-
-
 def set_scheme(config: ConfigDict, name: str) -> None:
-    """Sets `config.attention_init.name` and what depends on it, and prints a note of each change.
+    """Sets `config.attention_init.name`.
 
-    Removes the options of the former scheme that the new one does not take.
+    Removes the options of the former scheme that the new one does not take, with a note of each.
     """
     section = config.attention_init
-    own = scheme_options(name)
-    foreign = [option for option in section if option != "name" and option not in own]
+    options = scheme_options(name)
+    if name == section.name:
+        return
     with config.unlocked():
-        if name != section.name:
-            section.name = name
-            for option in foreign:
-                print(f"note: attention_init: {name!r} does not use {option}")
-                del section[option]
-        if _lacks_learned_positions(config):
-            print(f"note: {name} needs config.model.positions='learned': it is set")
-            config.model.positions = "learned"
+        section.name = name
+        for option in sorted(set(section) - {"name", *options}):
+            print(f"note: attention_init: {name!r} does not use {option}")
+            del section[option]
+
+
+# -- fields from text ------------------------------------------------------------------------------
+
+Overrides = Sequence[tuple[str, str]]  # fields, such as 'model.depth', and the text of their values
+
+
+def set_fields(config: ConfigDict, overrides: Overrides) -> None:
+    """Sets fields as the command line does, in any order; for errors see `set_field`."""
+    # The options of a scheme can be set once its name is.
+    for field, text in sorted(overrides, key=lambda override: override[0] != "attention_init.name"):
+        set_field(config, field, text)
+
+
+def set_field(config: ConfigDict, field: str, text: str) -> None:
+    """Sets a field, such as 'model.depth', as `--config.FIELD=VALUE` does.
+
+    Options of the scheme need not be in `attention_init` before, unlike the fields that
+    `ml_collections.config_flags` can set. For the name of the scheme see `set_scheme`. Raises
+    `InputError` if there is no such field, or if the value has another type.
+    """
+    if field == "attention_init.name":
+        return set_scheme(config, text)
+    fields = flatten_dict(config.to_dict(), sep=".")
+    if field.startswith("attention_init."):
+        options = scheme_options(config.attention_init.name)
+        fields = dict.fromkeys(f"attention_init.{option}" for option in options) | fields
+    if field not in fields:
+        raise InputError(f"config.{field} does not exist: {suggest(field, fields)}")
+    section, _, name = field.rpartition(".")
+    try:
+        with config.unlocked():
+            (config[section] if section else config)[name] = _parse(text, fields[field])
+    except (TypeError, ValueError) as error:
+        kind = f"{type(fields[field]).__name__}, such as {fields[field]}"
+        raise InputError(f"config.{field}={text} must be of type {kind}") from error
+
+
+def _parse(text: str, old: Any) -> Any:
+    """Converts the text of a field to the type of its old value."""
+    if isinstance(old, str):
+        return text
+    if isinstance(old, bool):
+        return flags.BooleanParser().parse(text)
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    return (value,) if isinstance(old, tuple) and not isinstance(value, tuple | list) else value
 
 
 # -- config files and the config of a workdir ------------------------------------------------------
@@ -234,9 +277,7 @@ def load_config(location: str | Path) -> ConfigDict:
     choices = dict(zip(columns, words, strict=False))
     annotated = {name: choices[name] for name in choices if name in get_config.__annotations__}
     check_fields(get_config, annotated, f"--config={location}: ")
-    config = get_config(**choices)
-    set_scheme(config, config.attention_init.name)
-    return config
+    return get_config(**choices)
 
 
 # Fields that may name code to import, as module:function.

@@ -5,8 +5,6 @@ Data sets that `data.datasets` lists need not be present.
 
 import os
 import re
-from collections.abc import Mapping
-from typing import NamedTuple
 
 import jax
 from etils import epy
@@ -38,6 +36,8 @@ MEMORY = {
     "TPU v6 lite": int(31.25 * 2**30),
     "NVIDIA H100 80GB HBM3": 84_929_347_584 * 3 // 4,  # JAX's default share of a GPU's memory
 }
+# Options without which XLA times kernels on a GPU.
+WITHOUT_GPU = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 # Describes an H100 SXM to XLA where there is none: a GpuTargetConfigProto.
 H100 = """
 gpu_device_info {
@@ -75,7 +75,8 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     more memory than a device has.
     """
     config_lib.validate(config)
-    devices, memory, options = find_target(target) if target else (None, memory_limit(), {})
+    devices = find_target(target) if target else jax.devices()
+    memory = MEMORY.get(devices[0].device_kind) if target else memory_limit()
     data = config.data
     with prefixed("config.data: "):
         info = find_info(data.name, data.data_dir or None)
@@ -97,7 +98,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
 
     with explain_out_of_memory():
         lowered = build.jit_step(step, mesh, state).lower(state, batch, build.SEED)
-        step = lowered.compile(dict(options))
+        step = lowered.compile(WITHOUT_GPU if target and target.startswith("h100") else {})
     data_bytes = build.data_bytes(config, num_examples, num_eval_examples)
     total = check_memory(step, data_bytes, memory)
     needs = step.memory_analysis()
@@ -125,56 +126,40 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
 # -- accelerators that are not there ---------------------------------------------------------------
 
 
-class Target(NamedTuple):
-    """Devices to compile for."""
-
-    devices: list[jax.Device]
-    memory: int | None  # bytes of one device that programs can use; None if not known
-    compiler_options: Mapping[str, bool | int]
-
-
-def find_target(name: str) -> Target:
-    """Returns the target of a name like 'tpu-v5e:4x8' or 'h100:2x8' (machines × GPUs).
+def find_target(name: str) -> list[jax.Device]:
+    """Returns the devices of a name like 'tpu-v5e:4x8' or 'h100:2x8' (machines × GPUs).
 
     JAX then uses this machine's CPU only: its plugins for GPUs cannot start where there is no CUDA.
     """
     jax.config.update("jax_platforms", "cpu")
     try:
         if name.startswith("tpu-"):
-            devices, options = _tpu(name.removeprefix("tpu-"))
-        elif match := re.fullmatch(r"h100:(\d+x\d+)", name):
-            devices, options = _h100(match[1])
-        else:
-            raise RuntimeError("use a name such as 'tpu-v5e:4x8', 'tpu-v4:2x2x4' or 'h100:2x8'")
-    except RuntimeError as error:  # of JAX too
+            return _find_tpus(name.removeprefix("tpu-"))
+        if match := re.fullmatch(r"h100:(\d+x\d+)", name):
+            return _find_h100s(match[1])
+        raise RuntimeError("use a name such as 'tpu-v5e:4x8', 'tpu-v4:2x2x4' or 'h100:2x8'")
+    except RuntimeError as error:  # JAX raises it too.
         raise InputError(
             f"--target={name!r} is no such slice, or its compiler is not installed (pip install "
             f"'.[targets]'): {error}"
         ) from error
-    return Target(devices, MEMORY.get(devices[0].device_kind), options)
 
 
-def _tpu(slice_name):
-    # Without these, libtpu asks Google Cloud which TPU this machine has, and complains that it has
-    # none.
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+def _find_tpus(slice_name):
+    # Without these two, libtpu complains that this machine has no TPU.
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    # Else only one process of the machine can have libtpu loaded, as if each took the chips.
+    # Without this, a second process that loads libtpu fails, as if each took the chips.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     # A v4 chip has two cores that programs see as one device, which is not libtpu's default here.
     options = {"chip_config_name": "megacore"} if slice_name.startswith("v4:") else {}
-    return topologies.get_topology_desc(slice_name, platform="tpu", **options).devices, {}
+    return topologies.get_topology_desc(slice_name, platform="tpu", **options).devices
 
 
-def _h100(size):
-    # JAX asks this machine for its cuDNN before it traces `models.attention`.
+def _find_h100s(size):
+    # Tracing `models.attention` for GPUs, JAX asks this machine for the version of its cuDNN.
     from jax._src.cudnn import fused_attention_stablehlo
 
     fused_attention_stablehlo.check_cudnn_version = lambda: 90800
-    topology = topologies.get_topology_desc(
-        "h100", platform="cuda", target_config=H100, topology=f"1x{size}"
-    )
-    # Both would time kernels on a GPU.
-    options = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
-    return topology.devices, options
+    options = {"target_config": H100, "topology": f"1x{size}"}
+    return topologies.get_topology_desc("h100", platform="cuda", **options).devices

@@ -121,8 +121,8 @@ def set_up(config, devices=None):
     step = build.make_step(config, model, optimizer, schedule.learning_rate)
 
     def initialize():
-        params, model_state, _ = state.initialize_model(model, scheme, config.seed)
-        return state.initialize_state(params, model_state, optimizer, abstract_state)
+        initial = state.initialize_model(model, scheme, config.seed)
+        return state.initialize_state(*initial.weights, optimizer, abstract_state)
 
     return types.SimpleNamespace(
         schedule=schedule,

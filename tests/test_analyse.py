@@ -18,7 +18,7 @@ from structinit_jax.config import base_config, make_attention_init
 from structinit_jax.errors import InputError
 from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
-from structinit_jax.training.state import find_targets, initialize_model
+from structinit_jax.training.state import initialize_model
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 NUM_IMAGES = 16
@@ -51,7 +51,7 @@ def start(family):
 def forward(config, images):
     """Intermediates for all images at once."""
     model = build.make_model(config, make_mesh(devices=jax.devices()[:1]))
-    *weights, _ = initialize_model(model, make_attention_init(config), config.seed)
+    weights = initialize_model(model, make_attention_init(config), config.seed).weights
     model = nnx.merge(model.graphdef, *weights)
     images = normalize(jnp.asarray(images), tuple(config.data.mean), tuple(config.data.std))
     return jax.jit(lambda model: model(images, with_maps=True)[1])(model)
@@ -92,12 +92,14 @@ def test_targets_are_those_that_the_solve_reaches():
     config.attention_init = dict(name="impulse_mimetic", target_mass=0.5)
     images = collect.read_images(config, NUM_IMAGES)
     model = build.make_model(config, make_mesh(devices=jax.devices()[:1]))
-    index, targets = find_targets(model, make_attention_init(config), config.seed)["blocks"]
+    initial = initialize_model(model, make_attention_init(config), config.seed)
+    index, targets = initial.targets["blocks"]
     np.testing.assert_array_equal(targets, convolution_maps(impulse_kernels(3), (4, 4)))
-    params, state, _ = initialize_model(model, make_attention_init(config), config.seed)
+    params, state = initial.weights
     # Without content, what is left is the position encoding, for which the heads were solved.
     params["patch_embedding"] = jax.tree.map(lambda x: 0 * x, params["patch_embedding"])
-    layer, last = collect.make_observer(config, model)("", (params, state), images).layers
+    observe = collect.make_observer(config, model, initial.targets)
+    layer, last = observe("", (params, state), images).layers
     assert "target_mass" not in last.measures  # its heads attend to similar tokens
     assert np.all(layer.measures["hit_rate"] > 0.9)
     assert np.all(layer.measures["target_mass"] > 2 / 16)  # twice that of a uniform map
@@ -120,7 +122,7 @@ def test_swin_is_measured_within_windows():
 def test_the_inputs_of_a_convmixer_have_a_stable_rank(tmp_path):
     config, images, snapshot = start("convmixer")
     model = build.make_model(config, make_mesh(devices=jax.devices()[:1]))
-    *weights, _ = initialize_model(model, make_attention_init(config), config.seed)
+    weights = initialize_model(model, make_attention_init(config), config.seed).weights
     model = nnx.merge(model.graphdef, *weights)
     out = model(normalize(jnp.asarray(images), (0.3,), (0.4,)))[1]
     inputs = np.stack([out["stem"], out["blocks"]["output"][0]]).reshape(2, NUM_IMAGES, 64, 16)

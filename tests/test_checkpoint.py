@@ -17,7 +17,7 @@ from etils import epath
 from structinit_jax.errors import InputError
 from structinit_jax.training import checkpoint
 from structinit_jax.training import checkpoint_files as files_lib
-from structinit_jax.training.sharding import make_mesh, replicated, shard
+from structinit_jax.training.sharding import make_mesh, replicated, shard_params
 from structinit_jax.training.state import TrainState
 
 # TensorStore may call back into the event loop of a failed save or restore, which is closed.
@@ -267,7 +267,7 @@ def test_arrays_are_restored_on_other_meshes(tmp_path):
     kernel = jnp.arange(2.0**16, dtype=jnp.bfloat16).reshape(256, 256)
     for fsdp in (1, 2, 4):
         state = TrainState(jnp.int32(fsdp), {"kernel": kernel}, {}, {"number": jnp.int32(7)})
-        placed = shard(make_mesh(fsdp), jax.eval_shape(lambda state=state: state), stacks=())
+        placed = shard_params(make_mesh(fsdp), jax.eval_shape(lambda state=state: state), stacks=())
         shardings = jax.tree.map(lambda leaf: leaf.sharding, placed)
         if fsdp > 1:
             restored = checkpoint.restore(tmp_path, fsdp // 2, placed)

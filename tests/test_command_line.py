@@ -1,13 +1,7 @@
 """Flags and fields on the command line: an error names what is wrong, and the exit code is 2."""
 
-from operator import attrgetter
-
 import fork_main
 import pytest
-
-from structinit_jax import command_line
-from structinit_jax.config import base_config
-from structinit_jax.errors import InputError
 
 CONFIG = "--config=configs/vit_t_digits.py"
 
@@ -67,42 +61,3 @@ def test_fields_may_be_in_a_file_of_flags(tmp_path):
     result = fork_main.run("--flagfile", tmp_path / "flags", "--config.batch_size=32")
     assert result.returncode == 2
     assert "error: config.seed=x must be of type int" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("path", "text", "value"),
-    [
-        ("seed", "3", 3),
-        ("learning_rate", "1", 1.0),
-        ("data.drop_remainder", "true", True),
-        ("data.name", "3", "3"),
-        ("data.std", "0.3", (0.3,)),
-        ("data.mean", "(0.3, 0.4, 0.5)", (0.3, 0.4, 0.5)),
-        ("attention_init.target_mass", "0.9", 0.9),  # an option that the config does not set
-    ],
-)
-def test_fields_are_set_from_text(path, text, value):
-    config = base_config().lock()
-    command_line.set_field(config, path, text)
-    found = attrgetter(path)(config)
-    assert found == value
-    assert type(found) is type(value)
-
-
-@pytest.mark.parametrize(
-    ("path", "text", "message"),
-    [
-        ("seed", "1.5", "=1.5 must be of type int"),
-        ("learning_rate", "1e-3.5", "=1e-3.5 must be of type float"),
-        ("data.drop_remainder", "maybe", "=maybe must be of type bool"),
-        (
-            "attention_init.kernel",
-            "5",
-            " does not exist: did you mean 'attention_init.kernel_size'",
-        ),
-    ],
-)
-def test_other_text_and_fields_are_refused(path, text, message):
-    with pytest.raises(InputError) as caught:
-        command_line.set_field(base_config(), path, text)
-    assert str(caught.value).startswith(f"config.{path}{message}")

@@ -1,8 +1,8 @@
 import json
+from operator import attrgetter
 
 import pytest
 
-from structinit_jax import command_line
 from structinit_jax import config as config_lib
 from structinit_jax.errors import InputError
 from structinit_jax.models import VisionTransformer
@@ -59,17 +59,9 @@ def test_mistaken_options_of_a_scheme_name_the_section(options):
 def test_a_new_scheme_keeps_the_options_that_it_takes(former, capsys):
     config = changed("seed", 0)
     config.attention_init = dict(name=former, kernel_size=5, dilation=2, norm=1.0)
-    command_line.set_field(config, "attention_init.name", "impulse_2024")
+    config_lib.set_field(config, "attention_init.name", "impulse_2024")
     assert config.attention_init.to_dict() == dict(name="impulse_2024", kernel_size=5)
     assert "'impulse_2024' does not use dilation\n" in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("library_promotion")
-def test_a_scheme_sets_the_fields_that_it_needs():
-    config = config_lib.base_config("vit")
-    config.attention_init = dict(name="impulse_2025")
-    config_lib.set_scheme(config, "impulse_2025")
-    assert config.model.positions == "learned"
 
 
 def my_scheme(strength=1.0):
@@ -77,9 +69,7 @@ def my_scheme(strength=1.0):
 
 
 def test_a_closed_form_without_learned_positions_is_refused():
-    config = config_lib.base_config("vit")
-    config_lib.set_scheme(config, "impulse_2025")
-    config.model.positions = "sincos"
+    config = changed("attention_init.name", "impulse_2025")
     with pytest.raises(InputError, match=r"config\.model\.positions='sincos'"):
         config_lib.validate(config)
 
@@ -99,13 +89,52 @@ def test_a_model_of_the_users_own_may_add_fields_to_a_family():
 def test_a_scheme_of_the_users_own_needs_no_edit_in_the_package():
     config = changed("seed", 0)
     config_lib.set_scheme(config, f"{__name__}:my_scheme")
-    command_line.set_field(config, "attention_init.strength", "2.0")
+    config_lib.set_field(config, "attention_init.strength", "2.0")
     assert config_lib.make_attention_init(config)(None, None) == 2.0
     config.attention_init.weight = 2.0
     with pytest.raises(InputError, match=r"^config\.attention_init: .*'weight'"):
         config_lib.make_attention_init(config)
     with pytest.raises(InputError, match=r"^config\.attention_init.*no_such_scheme"):
         config_lib.set_scheme(config, f"{__name__}:no_such_scheme")
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "value"),
+    [
+        ("seed", "3", 3),
+        ("learning_rate", "1", 1.0),
+        ("data.drop_remainder", "true", True),
+        ("data.name", "3", "3"),
+        ("data.std", "0.3", (0.3,)),
+        ("data.mean", "(0.3, 0.4, 0.5)", (0.3, 0.4, 0.5)),
+        ("attention_init.target_mass", "0.9", 0.9),  # an option that the config does not set
+    ],
+)
+def test_fields_are_set_from_text(path, text, value):
+    config = config_lib.base_config().lock()
+    config_lib.set_field(config, path, text)
+    found = attrgetter(path)(config)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "message"),
+    [
+        ("seed", "1.5", "=1.5 must be of type int"),
+        ("learning_rate", "1e-3.5", "=1e-3.5 must be of type float"),
+        ("data.drop_remainder", "maybe", "=maybe must be of type bool"),
+        (
+            "attention_init.kernel",
+            "5",
+            " does not exist: did you mean 'attention_init.kernel_size'",
+        ),
+    ],
+)
+def test_other_text_and_fields_are_refused(path, text, message):
+    with pytest.raises(InputError) as caught:
+        config_lib.set_field(config_lib.base_config(), path, text)
+    assert str(caught.value).startswith(f"config.{path}{message}")
 
 
 FILE = """

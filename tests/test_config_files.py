@@ -13,10 +13,9 @@ import jax
 import pytest
 from conftest import set_up
 
-from structinit_jax import command_line
 from structinit_jax.attention_init import SCHEMES
 from structinit_jax.compare.settings import expand
-from structinit_jax.config import load_config, validate
+from structinit_jax.config import load_config, set_field, validate
 from structinit_jax.data.datasets import CATALOG
 from structinit_jax.data.source import split_size
 from structinit_jax.training import build
@@ -108,7 +107,7 @@ def test_commands_and_flags_in_the_docstring_work(path):
         load_config(f"{path}:{row}")
     config = load_config(path)
     for field, value in re.findall(r"--config\.([\w.]+)='?([\w./%:\[\]]*[\w\]])", text):
-        command_line.set_field(config, field, value)
+        set_field(config, field, value)
         validate(config)
 
 

@@ -48,7 +48,6 @@ def test_a_step_is_compiled_for_a_tpu_slice(tiny_config, capsys):
     dry_run(tiny_config, "tpu-v5e:2x2")
     out = capsys.readouterr().out
     assert "4 × TPU v5 lite" in out
-    assert "\ntime " not in out
     assert "64 global, 16 per device, 64 per host" in out
     assert " of 16,128 MiB: " in out
 
@@ -59,7 +58,7 @@ def test_impulse_is_compiled_for_a_tpu():
     positions = sincos_positions((8, 8), 96)
     sizes = dict(width=96, num_heads=3, head_dim=32, num_layers=2, qk_scale=32**-0.5)
     site = AttentionSite(grid=(8, 8), **sizes, positions=positions)
-    sharding = jax.sharding.SingleDeviceSharding(find_target("tpu-v5e:2x2").devices[0])
+    sharding = jax.sharding.SingleDeviceSharding(find_target("tpu-v5e:2x2")[0])
     draw = jax.jit(lambda rng: impulse()(rng, site), in_shardings=sharding, out_shardings=sharding)
     assert "while" in draw.lower(jax.eval_shape(jax.random.key, 0)).compile().as_text()
 
@@ -73,9 +72,9 @@ def test_a_step_that_does_not_fit_is_refused_with_remedies(tiny_config):
 
 @needs_libtpu
 def test_slices_of_several_hosts_have_their_devices():
-    target = find_target("tpu-v4:2x2x4")
-    assert len(target.devices) == 16  # one a chip, not one a core
-    assert {device.process_index for device in target.devices} == set(range(4))
+    devices = find_target("tpu-v4:2x2x4")
+    assert len(devices) == 16  # one a chip, not one a core
+    assert {device.process_index for device in devices} == set(range(4))
 
 
 @pytest.mark.parametrize(

@@ -16,21 +16,18 @@ with open(settings.PAPERS) as file:
     TABLES = list(dict.fromkeys(row["table"] for row in csv.DictReader(file)))
 
 
-def test_settings_have_readable_names_and_what_their_scheme_needs(tiny_config, capsys):
+def test_settings_have_readable_names_and_the_options_of_their_scheme(tiny_config):
     axes = settings.parse_axes(["model.depth=1,2", "attention_init.dilation=2"])
-    schemes = ["default", "impulse_2025", "impulse"]
+    schemes = ["default", "mimetic", "impulse"]
     configs = settings.expand(tiny_config.lock(), schemes, axes)
     assert list(configs) == [
         *("default,model.depth=1", "default,model.depth=2"),
-        *("impulse_2025,model.depth=1", "impulse_2025,model.depth=2"),
+        *("mimetic,model.depth=1", "mimetic,model.depth=2"),
         *(f"impulse,attention_init.dilation=2,model.depth={depth}" for depth in (1, 2)),
     ]
     assert configs["default,model.depth=2"].model.depth == 2
-    assert configs["impulse_2025,model.depth=1"].model.positions == "learned"
     assert configs["impulse,attention_init.dilation=2,model.depth=1"].attention_init.dilation == 2
-    assert tiny_config.model.positions == "sincos"
-    assert "impulse_2025 needs config.model.positions='learned'" in capsys.readouterr().out
-    # A baseline has the same depth, whatever else its scheme has changed.
+    # A baseline has the same depth.
     expected = {name: f"default,model.depth={name[-1]}" for name in configs}
     assert settings.find_baselines(configs) == expected
 
@@ -131,4 +128,7 @@ def test_a_setting_that_cannot_be_trained_is_refused_before_the_first_run(tiny_c
         grid.describe_setting("x", tiny_config)
     tiny_config.model.num_heads = 3
     with pytest.raises(InputError, match=r"^setting x: .*num_heads"):
+        grid.describe_setting("x", tiny_config)
+    tiny_config.attention_init = dict(name="impulse_2025")
+    with pytest.raises(InputError, match=r"^setting x: config\.model\.positions='sincos'"):
         grid.describe_setting("x", tiny_config)

@@ -11,6 +11,7 @@ from structinit_jax.models.vit import VisionTransformer
 from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
 from structinit_jax.training.state import (
+    initialize_from_file,
     initialize_model,
     split_model,
     split_seed,
@@ -29,13 +30,9 @@ TEACHER = dict(
 )
 
 
-def start(config):
-    return initialize(config, build.make_model(config, make_mesh()))
-
-
-def initialize(config, model):
-    scheme = make_attention_init(config)
-    return initialize_model(model, scheme, config.seed, config.start_from)[:2]
+def start(config, mesh=None):
+    model = build.make_model(config, mesh or make_mesh())
+    return initialize_model(model, make_attention_init(config), config.seed)
 
 
 def test_the_keys_of_a_run_do_not_depend_on_jaxs_default():
@@ -59,12 +56,12 @@ def teacher(tmp_path):
     return weights, str(tmp_path / "teacher.safetensors")
 
 
-def test_weights_are_selected_from_a_larger_model(tiny_config, teacher, capsys):
-    weights, tiny_config.start_from = teacher
+def test_weights_are_selected_from_a_larger_model(tiny_config, teacher):
+    weights, path = teacher
     tiny_config.model.positions = "learned"
-    model = build.make_model(tiny_config, make_mesh(fsdp=2))
-    params, model_state = initialize(tiny_config, model)
-    assert f"weights selected from {tiny_config.start_from}" in capsys.readouterr().out
+    mesh = make_mesh(fsdp=2)
+    model = build.make_model(tiny_config, mesh)
+    params, model_state = initialize_from_file(model, tiny_config.seed, path)
     student = to_timm(nnx.merge(model.graphdef, params, model_state))
     for i in range(2):
         name = f"blocks.{i}.mlp.fc1.weight"  # 128 × 32, of which the student has 64 × 16
@@ -74,43 +71,39 @@ def test_weights_are_selected_from_a_larger_model(tiny_config, teacher, capsys):
         jax.tree.map(lambda leaf: leaf.sharding, tree) for tree in (params, model.params)
     )
     assert shardings == expected
-    tiny_config.start_from = ""
     tiny_config.attention_init = dict(name="default")
-    drawn, _ = initialize(tiny_config, model)
+    drawn, _ = start(tiny_config, mesh).weights
     np.testing.assert_array_equal(params["head"]["kernel"], drawn["head"]["kernel"])
 
 
 def test_weights_are_the_same_with_xla_options_for_programs_that_run_once(tiny_config, monkeypatch):
     tiny_config.attention_init = dict(name="default")
-    expected, _ = start(tiny_config)
+    expected = start(tiny_config).weights
     monkeypatch.delenv("XLA_FLAGS")  # whose options took precedence
-    found, _ = start(tiny_config)
+    found = start(tiny_config).weights
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), found, expected)
 
 
 def test_a_seed_gives_the_same_weights_on_any_number_of_devices(tiny_config):
     tiny_config.model.update(width=64, depth=4, num_heads=4)
     meshes = make_mesh(devices=jax.devices()[:1]), make_mesh(fsdp=4)
-    models = [build.make_model(tiny_config, mesh) for mesh in meshes]
-    one, several = (initialize(tiny_config, model) for model in models)
+    one, several = (start(tiny_config, mesh).weights for mesh in meshes)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one, several)
 
 
 @pytest.mark.parametrize(("heads", "warned"), [(2, False), (8, True)])
-def test_targets_out_of_reach_are_reported_once(tiny_config, heads, warned, capsys):
+def test_targets_out_of_reach_are_reported_once(tiny_config, heads, warned):
     tiny_config.model.update(num_heads=heads, depth=1)
     tiny_config.attention_init.target_mass = 0.9
-    start(tiny_config)
-    assert capsys.readouterr().out.count("warning: only") == warned
+    assert str(start(tiny_config)).count("warning: only") == warned
 
 
 def test_a_file_that_does_not_fit_is_refused(tiny_config, teacher, tmp_path):
     model = build.make_model(tiny_config, make_mesh())
 
     def check(path, message):
-        tiny_config.start_from = str(path)
         with pytest.raises(InputError, match=message):
-            initialize(tiny_config, model)
+            initialize_from_file(model, 0, str(path))
 
     check(tmp_path / "nothing.safetensors", r"config\.start_from=.*nothing\.safetensors' cannot be")
     (tmp_path / "text").write_text("not weights")

@@ -1,7 +1,7 @@
 """Runs models on images and averages their maps, measures and representations."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ from structinit_jax.training.sharding import make_mesh
 from structinit_jax.training.state import (
     AbstractModel,
     TrainState,
-    find_targets,
+    initialize_from_file,
     initialize_model,
 )
 
@@ -70,8 +70,8 @@ def observe_start(config: ConfigDict, images: UInt8[np.ndarray, "n H H C"]) -> S
     """Observes a model with its initial values."""
     mesh = make_mesh(devices=jax.local_devices()[:1])
     model = build.make_model(config, mesh)
-    weights = _initial_weights(config, model)
-    return make_observer(config, model)(_start_name(config), weights, images)
+    weights, targets = _initialize(config, model)
+    return make_observer(config, model, targets)(_start_name(config), weights, images)
 
 
 def observe_run(
@@ -84,9 +84,9 @@ def observe_run(
     `restored` is the run's model on one device, and its state, from `evaluate.restore_model`.
     """
     model, state = restored
-    initial = _initial_weights(config, model)
+    initial, targets = _initialize(config, model)
     trained = (state.params, state.model_state)
-    observe = make_observer(config, model)
+    observe = make_observer(config, model, targets)
     name = _start_name(config)
     return [
         observe(f"{name}, step 0", initial, images),
@@ -98,27 +98,30 @@ def _start_name(config):
     return "selected weights" if config.start_from else config.attention_init.name
 
 
-def _initial_weights(config, model):
-    scheme = make_attention_init(config)
-    name = config.attention_init.name
-    weights = initialize_model(model, scheme, config.seed, config.start_from, name)[:2]
+def _initialize(config, model):
+    """Returns the weights that a run starts from, and the targets of their heads by stack."""
+    if config.start_from:
+        weights = initialize_from_file(model, config.seed, config.start_from)
+        targets = {}
+    else:
+        initial = initialize_model(model, make_attention_init(config), config.seed)
+        print(f"attention_init {config.attention_init.name}: {initial}", flush=True)
+        weights = initial.weights
+        targets = initial.targets
     sites = nnx.merge(model.graphdef, *weights).sites()
     if not sites or any(isinstance(site, TokenMixingSite) for site in sites.values()):
         raise InputError(f"config.model.name={config.model.name!r} has no attention to analyze")
-    return weights
+    return weights, targets
 
 
 def make_observer(
-    config: ConfigDict, model: AbstractModel
+    config: ConfigDict, model: AbstractModel, targets: Mapping[str, tuple[Array, Array]]
 ) -> Callable[[str, Sequence[Any], UInt8[np.ndarray, "n H H C"]], Snapshot]:
     """Returns `(name, weights, images) -> snapshot`, which compiles once for all weights.
 
-    The model is on one device. `weights` are parameters and model state. The number of images n is
-    a multiple of `BATCH_SIZE`.
+    The model is on one device. `targets` are those of `InitialModel`, and `weights` parameters and
+    model state. The number of images n is a multiple of `BATCH_SIZE`.
     """
-    targets = {}
-    if not config.start_from:
-        targets = find_targets(model, make_attention_init(config), config.seed)
     observe_batch = jax.jit(functools.partial(_observe_batch, config, model.graphdef))
 
     def observe(name, weights, images):

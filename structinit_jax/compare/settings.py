@@ -10,7 +10,6 @@ from pathlib import Path
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
-from structinit_jax import command_line
 from structinit_jax import config as config_lib
 from structinit_jax.errors import InputError, suggest
 from structinit_jax.files import read_file
@@ -48,7 +47,7 @@ def expand(
         for texts in itertools.product(*own.values()):
             point = start.copy_and_resolve_references()
             for field, text in zip(own, texts, strict=True):
-                command_line.set_field(point, field, text)
+                config_lib.set_field(point, field, text)
             # From parsed values, so that 1e-3 and 0.001 give the same name.
             parts = [scheme, *(f"{field}={attrgetter(field)(point)}" for field in own)]
             name = ",".join(re.sub(r"[^\w.=+-]", "_", part.replace(" ", "")) for part in parts)
@@ -106,7 +105,7 @@ def read_table(table: str) -> dict[str, dict[str, str]]:
 
 
 def configs_of(
-    rows: Mapping[str, Mapping[str, str]], overrides: command_line.Overrides
+    rows: Mapping[str, Mapping[str, str]], overrides: config_lib.Overrides
 ) -> dict[str, ConfigDict]:
     """Returns the configs of rows by name.
 
@@ -116,7 +115,7 @@ def configs_of(
     for name, row in rows.items():
         config = config_lib.load_config(row["config"])
         fields = [tuple(field.split("=", 1)) for field in row["fields"].split()]
-        command_line.set_fields(config, fields)
-        command_line.set_fields(config, overrides)
+        config_lib.set_fields(config, fields)
+        config_lib.set_fields(config, overrides)
         settings[name] = config.lock()
     return settings

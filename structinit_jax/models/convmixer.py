@@ -90,7 +90,7 @@ class ConvMixer(Model):
         return self.head(pooled), dict(stem=stem, blocks=blocks, pooled=pooled)
 
 
-class ConvMixerBlock(nnx.Module):
+class ConvMixerBlock(layers.StackedBlock):
     """x + norm1(gelu(spatial(x))), then norm2(gelu(channel(x))): depthwise, then pointwise."""
 
     def __init__(self, config: ConvMixerConfig, *, rngs: nnx.Rngs):

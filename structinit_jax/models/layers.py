@@ -150,7 +150,17 @@ class Mlp(nnx.Module):
         return self.fc2(gelu(hidden))
 
 
-class PreNormBlock(nnx.Module):
+class StackedBlock(nnx.Module):
+    """Base class of the blocks of which a model has a stack, see `model.make_stack`.
+
+    A trainer may set `hook` of a stack to a function that `model.run_stack` calls with each block,
+    and whose result it runs instead.
+    """
+
+    hook: Callable[[nnx.Module], nnx.Module] | None = None
+
+
+class PreNormBlock(StackedBlock):
     """A residual block: x + mix(norm1(x)), then x + mlp(norm2(x)).
 
     A subclass creates `norm1`, `norm2` and `mlp`, and defines `mix(x, **mix_options)`, which

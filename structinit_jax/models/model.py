@@ -25,7 +25,7 @@ from structinit_jax.attention_init.draws import split_by_stack
 from structinit_jax.attention_init.sites import check_shape
 from structinit_jax.checks import Fraction, PositiveInt, check_fields, check_scheme
 from structinit_jax.errors import InputError
-from structinit_jax.models.layers import RESIDUAL, Rng, set_weight
+from structinit_jax.models.layers import RESIDUAL, Rng, StackedBlock, set_weight
 
 
 def _keep_costly(primitive, *args, **params):
@@ -137,7 +137,8 @@ class Model(nnx.Module):
 
         All arrays below these paths, and no others, have a leading layer axis.
         """
-        paths = (path for path, node in nnx.iter_graph(self) if hasattr(node, "is_stack"))
+        modules = nnx.iter_modules(self)
+        paths = [path for path, module in modules if isinstance(module, StackedBlock)]
         return tuple("/".join(map(str, path)) for path in paths)
 
     def decays(self, path: Sequence[str | int]) -> bool:
@@ -186,20 +187,14 @@ class Model(nnx.Module):
             self.positions[...] = scale * self.positions[...]
 
 
-def make_stack(block: type[nnx.Module], depth: int, *, rngs: nnx.Rngs, **options) -> nnx.Module:
-    """Returns `depth` blocks, each made by `block(**options, rngs=...)`, as one module.
-
-    `Model.stacks` finds it. A trainer may set its attribute `block_hook` to a function that
-    `run_stack` calls with each block, and whose result it runs instead.
-    """
+def make_stack(block: type[StackedBlock], depth: int, *, rngs: nnx.Rngs, **options) -> StackedBlock:
+    """Returns `depth` blocks, each made by `block(**options, rngs=...)`, as one module."""
     layer_rngs = jax.random.split(rngs.params(), depth)
-    stack = jax.vmap(lambda rng: block(**options, rngs=nnx.Rngs(rng)))(layer_rngs)
-    stack.is_stack = True
-    return stack
+    return jax.vmap(lambda rng: block(**options, rngs=nnx.Rngs(rng)))(layer_rngs)
 
 
 def run_stack(
-    blocks: nnx.Module,
+    blocks: StackedBlock,
     x: Float[Array, "B *grid D"],
     *,
     config: ModelConfig,
@@ -228,8 +223,8 @@ def run_stack(
 
     def run_block(x, layer, static):
         block, rate, rng = layer
-        if hook := getattr(blocks, "block_hook", None):
-            block = hook(block)
+        if blocks.hook is not None:
+            block = blocks.hook(block)
         x, out = block(x, drop_path_rate=rate, rng=rng, **static, **options)
         # The scan passes a copy of each block, so updated statistics are returned.
         return x, (out, nnx.state(block, nnx.BatchStat))

@@ -5,7 +5,10 @@ fields of the config do not fit each other, the data or the devices.
 """
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
 import numpy as np
@@ -79,7 +82,7 @@ def train_batches(
     num_steps: int,
     in_memory: bool = True,
 ) -> Iterator[Batch]:
-    """Yields the training batches of steps `start_step` to `num_steps - 1`, counted from 0.
+    """Returns the training batches of steps `start_step` to `num_steps - 1`, counted from 0.
 
     Unless `in_memory`, images are decoded when they are needed, whatever the size of the split.
     """
@@ -91,7 +94,7 @@ def train_batches(
     loader = make_loader(
         source, mesh, image_size=size, random_crop=random_crop, in_memory=in_memory
     )
-    return loader.train_batches(
+    batches = loader.train_batches(
         batch_size=config.batch_size,
         seed=config.seed,
         start_step=start_step,
@@ -99,6 +102,10 @@ def train_batches(
         repeats=data.repeats,
         drop_remainder=data.drop_remainder,
     )
+    # The first batch is made now, while the training step still compiles, because it takes longer
+    # than the others: a split on the devices compiles its gather, another starts its threads.
+    first = list(itertools.islice(batches, 1))
+    return itertools.chain(first, batches)
 
 
 def data_bytes(config: ConfigDict, num_examples: int, num_eval_examples: int) -> int:
@@ -279,3 +286,16 @@ def jit_step(step: Callable, mesh: Mesh, state: TrainState) -> jax.stages.Wrappe
         out_shardings=(state_shardings, replicated),
         donate_argnums=0,
     )
+
+
+def compile_in_background(step: jax.stages.Wrapped, *arguments: Any) -> Future:
+    """Compiles a jitted function for abstract arguments; `result()` waits for the program.
+
+    XLA compiles in a thread of its own. JAX traces the function here, because its context managers
+    are thread-local.
+    """
+    lowered = step.lower(*arguments)
+    executor = ThreadPoolExecutor(1, "compile")
+    program = executor.submit(lowered.compile)
+    executor.shutdown(wait=False)  # The thread ends when it has compiled.
+    return program

@@ -6,7 +6,6 @@ the weights of one block of a stack at a time, and all others at its start.
 
 import functools
 import math
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from structinit_jax.errors import InputError
+from structinit_jax.models.layers import StackedBlock
 
 FSDP_AXIS = "fsdp"  # axis of the mesh over which weights are sharded
 # Smaller arrays (norms, biases, the class token) are not worth an all-gather.
@@ -66,34 +66,52 @@ def describe(mesh: Mesh) -> str:
 # -- placement of the state ------------------------------------------------------------------------
 
 
-def shard(mesh: Mesh, abstract_state: Any, stacks: Sequence[str]) -> Any:
-    """Adds a sharding to each `ShapeDtypeStruct` of a `TrainState` or a dict of some of its fields.
+def replicate(mesh: Mesh, shapes: Any) -> Any:
+    """Adds to each `ShapeDtypeStruct` of a tree the sharding `replicated`."""
+    return jax.tree.map(lambda leaf: _place(leaf, replicated(mesh)), shapes)
 
-    Arrays are sharded over 'fsdp' by `_weight_spec`; an array of the model's `stacks` is sharded
-    like that of one block. The model state is replicated.
+
+def shard_params(mesh: Mesh, params: Any, stacks: Sequence[str]) -> Any:
+    """Adds a sharding over 'fsdp' to each `ShapeDtypeStruct` of a model's parameters.
+
+    An array of the model's `stacks`, which has a leading layer axis, is sharded like that of one
+    block.
     """
 
     def place(path, leaf):
-        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        if "model_state" in names[:2]:  # the first name may be 'ema'
-            sharding = replicated(mesh)
-        else:
-            layer_axes = 1 if is_stacked(path, stacks) else 0
-            spec = _weight_spec(leaf.shape[layer_axes:], mesh)
-            sharding = NamedSharding(mesh, PartitionSpec(*(None,) * layer_axes, *spec))
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        layer_axes = 1 if _is_in_stack(path, stacks) else 0
+        spec = _weight_spec(leaf.shape[layer_axes:], mesh)
+        return _place(leaf, NamedSharding(mesh, PartitionSpec(*(None,) * layer_axes, *spec)))
 
-    return jax.tree_util.tree_map_with_path(place, abstract_state)
+    return jax.tree_util.tree_map_with_path(place, params)
 
 
-def is_stacked(path: jax.tree_util.KeyPath, stacks: Sequence[str]) -> bool:
-    """Whether an array of a training state has a layer axis, given `Model.stacks`.
+def shard_opt_state(mesh: Mesh, opt_state: Any, params: Any, stacks: Sequence[str]) -> Any:
+    """Adds a sharding over 'fsdp' to each `ShapeDtypeStruct` of an optimizer's state.
 
-    An array has none if a number follows the stack in its path: it belongs to a list of layers
-    (`optimizer.by_layer`).
+    Parts of the same structure as the parameters, such as the moments of AdamW, are sharded like
+    parameters. Other optimizers see stacks as lists of layers (`optimizer.by_layer`), so that none
+    of their arrays has a layer axis.
     """
-    name = "/" + jax.tree_util.keystr(path, simple=True, separator="/")
-    return any(re.search(rf"/{re.escape(stack)}/(?!\d)", name) for stack in stacks)
+    structure = jax.tree.structure(params)
+
+    def is_like_params(tree):
+        return jax.tree.structure(tree) == structure
+
+    def place(tree):
+        return shard_params(mesh, tree, stacks if is_like_params(tree) else ())
+
+    return jax.tree.map(place, opt_state, is_leaf=is_like_params)
+
+
+def _place(leaf, sharding):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _is_in_stack(path, stacks):
+    """Whether the path of a parameter leads through one of the model's stacks."""
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    return name.startswith(tuple(f"{stack}/" for stack in stacks))
 
 
 def _weight_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
@@ -120,8 +138,8 @@ def gather_by_block(model: nnx.Module, mesh: Mesh) -> None:
     if mesh.shape[FSDP_AXIS] == 1:
         return
     for _, module in nnx.iter_modules(model):
-        if hasattr(module, "is_stack"):
-            module.block_hook = functools.partial(_gather_block, mesh)
+        if isinstance(module, StackedBlock):
+            module.hook = functools.partial(_gather_block, mesh)
 
 
 def _gather_block(mesh, block):
@@ -143,7 +161,7 @@ def gather_outside_stacks(
     """
 
     def gather(path, leaf):
-        if is_stacked(path, stacks):
+        if _is_in_stack(path, stacks):
             return leaf
         return jax.lax.with_sharding_constraint(leaf, replicated(mesh))
 

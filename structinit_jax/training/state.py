@@ -18,8 +18,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from structinit_jax.attention_init import AttentionInit
+from structinit_jax.attention_init.sites import SolveReport
 from structinit_jax.attention_init.solve import reach_warning
-from structinit_jax.errors import InputError, prefixed, printable
+from structinit_jax.errors import InputError, prefixed
 from structinit_jax.models.timm import select_weights
 from structinit_jax.rngs import split_seed
 from structinit_jax.training import sharding
@@ -77,8 +78,9 @@ def abstract_model(
     decayed = jax.tree_util.tree_map_with_path(
         lambda path, _: model.decays([key.key for key in path]), params
     )
-    shapes = sharding.shard(mesh, {"params": params, "model_state": model_state}, stacks)
-    return AbstractModel(create, mesh, graphdef, **shapes, stacks=stacks, decayed=decayed)
+    params = sharding.shard_params(mesh, params, stacks)
+    model_state = sharding.replicate(mesh, model_state)
+    return AbstractModel(create, mesh, graphdef, params, model_state, stacks, decayed)
 
 
 def init_state(
@@ -99,64 +101,106 @@ def abstract_state(
     model: AbstractModel, optimizer: optax.GradientTransformation, with_averages: bool = False
 ) -> TrainState:
     """Returns shapes, types and shardings of the training state of a model."""
-    init = functools.partial(init_state, optimizer=optimizer, with_averages=with_averages)
-    state = jax.eval_shape(init, model.params, model.model_state)
-    return sharding.shard(model.mesh, state, model.stacks)
+    step = sharding.replicate(model.mesh, jax.ShapeDtypeStruct((), jnp.int32))
+    opt_state = jax.eval_shape(optimizer.init, model.params)
+    opt_state = sharding.shard_opt_state(model.mesh, opt_state, model.params, model.stacks)
+    ema = None
+    if with_averages:
+        ema = {"params": model.params, "model_state": model.model_state}
+    return TrainState(step, model.params, model.model_state, opt_state, ema)
 
 
 # -- initialization --------------------------------------------------------------------------------
 
 
-def initialize_model(
-    model: AbstractModel, scheme: AttentionInit, seed: int, start_from: str = "", name: str = ""
-) -> tuple[dict, dict, dict[str, float]]:
-    """Initializes a model, and prints the scheme's `name` with the cost and quality of its solve.
+class InitialModel(NamedTuple):
+    """The initial arrays of a model, and what the scheme that set them reports."""
 
-    If `start_from` is set, all weights but the head are selected from this safetensors file instead
-    (Xu et al. 2024, "Initializing Models with Larger Ones"). Raises `InputError` if they do not fit
-    the model.
+    weights: tuple[dict[str, Any], dict[str, Any]]  # parameters and model state
+    report: SolveReport | None  # averaged over the stacks; None from a scheme that does not solve
+    # By the name of each stack whose heads have targets: the index of each head's map, and the
+    # distinct maps. Last layers without targets have no row of indices.
+    targets: dict[str, tuple[Int[Array, "first h"], Float[Array, "F N N"]]]
+    compile_seconds: float
+    seconds: float
 
-    Returns:
-      Parameters, model state and metrics: 'init/seconds', 'init/compile_seconds', and for a scheme
-      that solves, 'init/loss', 'init/target_mass' and the other fields of its `SolveReport`,
-      averaged over the stacks. No metrics with `start_from`.
-    """
-    seed = np.uint32(seed)  # the key is made and split in `draw`, within one program
-    if start_from:
-        return *_select_from_file(model, seed, start_from), {}
+    @property
+    def metrics(self) -> dict[str, float]:
+        """'init/seconds', 'init/compile_seconds', 'init/loss' and the rest of the report."""
+        values = {"seconds": self.seconds, "compile_seconds": self.compile_seconds}
+        if self.report is not None:
+            values |= self.report._asdict()
+        return {f"init/{name}": float(value) for name, value in values.items()}
 
-    def draw(seed):
-        params_rng, attention_rng, _ = split_seed(seed)
-        network = model.create(params_rng)
-        weights = network.initialize_attention(scheme, attention_rng).values()
-        reports = [w.report for w in weights if getattr(w, "report", None) is not None]
-        report = None
-        if reports:
-            report = jax.tree.map(lambda *values: sum(values) / len(values), *reports)
-        return *split_model(network)[1:], report
-
-    print(f"attention_init {name}: compiling", flush=True)
-    start = time.perf_counter()
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, (model.params, model.model_state))
-    traced = jax.jit(draw, out_shardings=(*shardings, sharding.replicated(model.mesh))).lower(seed)
-    program = traced.compile(_options_for_one_run())
-    compiled = time.perf_counter()
-    params, model_state, report = jax.block_until_ready(program(seed))
-    seconds = time.perf_counter() - compiled
-    compile_seconds = compiled - start
-    metrics = {"init/seconds": seconds, "init/compile_seconds": compile_seconds}
-    text = f"attention_init {name}: {seconds:.2f} s (plus {compile_seconds:.2f} s to compile)"
-    if report is not None:
-        report = jax.device_get(report)
-        metrics |= {f"init/{name}": float(value) for name, value in report._asdict().items()}
+    def __str__(self) -> str:
+        text = f"{self.seconds:.2f} s (plus {self.compile_seconds:.2f} s to compile)"
+        report = self.report
+        if report is None:
+            return text
         text += (
             f", loss {report.loss:.2e}; without image content, {100 * report.target_mass:.1f} % of "
             f"the attention on target, {100 * report.hit_rate:.0f} % of the rows peak on target"
         )
         warning = reach_warning(report)
-        text += f"\nwarning: {warning}" if warning else ""
-    print(text, flush=True)
-    return params, model_state, metrics
+        return f"{text}\nwarning: {warning}" if warning else text
+
+
+def initialize_model(model: AbstractModel, scheme: AttentionInit, seed: int) -> InitialModel:
+    """Draws the arrays of a model, and replaces those that a scheme sets."""
+
+    def draw(seed):
+        params_rng, attention_rng, _ = split_seed(seed)
+        network = model.create(params_rng)
+        stacks = network.initialize_attention(scheme, attention_rng)
+        # Only some kinds of weights have reports and targets.
+        reports = [w.report for w in stacks.values() if getattr(w, "report", None) is not None]
+        report = None
+        if reports:
+            report = jax.tree.map(lambda *values: sum(values) / len(values), *reports)
+        targets = {
+            name: (w.filter_index, w.targets)
+            for name, w in stacks.items()
+            if getattr(w, "targets", None) is not None
+        }
+        return split_model(network)[1:], report, targets
+
+    seed = np.uint32(seed)  # The key is made and split in `draw`, within one program.
+    start = time.perf_counter()
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (model.params, model.model_state))
+    replicated = sharding.replicated(model.mesh)
+    traced = jax.jit(draw, out_shardings=(shardings, replicated, replicated)).lower(seed)
+    program = traced.compile(_options_for_one_run())
+    compiled = time.perf_counter()
+    weights, report, targets = jax.block_until_ready(program(seed))
+    seconds = time.perf_counter() - compiled
+    return InitialModel(weights, jax.device_get(report), targets, compiled - start, seconds)
+
+
+def initialize_from_file(
+    model: AbstractModel, seed: int, path: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Selects the weights of a model from those of a larger one in a safetensors file.
+
+    This is the method of Xu et al. 2024, "Initializing Models with Larger Ones". The head is drawn.
+    Returns parameters and model state. Raises `InputError` if the file's weights do not fit.
+    """
+    try:
+        teacher = load_file(Path(path).expanduser())
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"config.start_from={path!r} cannot be read: {error}. It must be a safetensors file of "
+            "a timm model, such as structinit_jax.export writes"
+        ) from error
+    draw = jax.jit(lambda seed: split_model(model.create(split_seed(seed)[0]))[1:])
+    student = nnx.merge(model.graphdef, *jax.device_get(draw(np.uint32(seed))))
+    with prefixed(f"config.start_from={path!r} does not fit the model: "):
+        student = select_weights(teacher, student)
+
+    def place(weight, like):
+        weight = np.asarray(weight)
+        return jax.make_array_from_callback(like.shape, like.sharding, lambda i: weight[i])
+
+    return jax.tree.map(place, split_model(student)[1:], (model.params, model.model_state))
 
 
 def initialize_state(
@@ -172,27 +216,6 @@ def initialize_state(
     return jax.jit(init, out_shardings=shardings, donate_argnums=(0, 1))(params, model_state)
 
 
-def find_targets(
-    model: AbstractModel, scheme: AttentionInit, seed: int
-) -> dict[str, tuple[Int[np.ndarray, "first h"], Float[np.ndarray, "F N N"]]]:
-    """Returns the target maps that the heads of a run started from.
-
-    These are `(filter_index, targets)` by the name of each stack that has targets: the index of
-    each head's map, and the distinct maps. Last layers without targets have no row in
-    `filter_index`.
-    """
-
-    @jax.jit  # removes the solve, whose result is not used
-    def find(seed):
-        params_rng, attention_rng, _ = split_seed(seed)
-        weights = model.create(params_rng).initialize_attention(scheme, attention_rng)
-        # Schemes that do not solve have no targets.
-        with_targets = {k: w for k, w in weights.items() if getattr(w, "targets", None) is not None}
-        return {k: (w.filter_index, w.targets) for k, w in with_targets.items()}
-
-    return jax.device_get(find(np.uint32(seed)))
-
-
 def _options_for_one_run() -> dict[str, Any]:
     """Returns XLA options for a program that runs once, which halve its compile time on CPUs.
 
@@ -204,25 +227,3 @@ def _options_for_one_run() -> dict[str, Any]:
     if jaxlib.version.__version_info__ < (0, 11):  # later ones have no such option
         options["xla_cpu_use_fusion_emitters"] = False
     return options
-
-
-def _select_from_file(model: AbstractModel, seed: np.uint32, path: str) -> tuple[dict, dict]:
-    """Selects all weights but the head, which is drawn, from a safetensors file."""
-    try:
-        teacher = load_file(Path(path).expanduser())
-    except (OSError, SafetensorError) as error:
-        raise InputError(
-            f"config.start_from={path!r} cannot be read: {error}. It must be a safetensors file of "
-            "a timm model, such as structinit_jax.export writes"
-        ) from error
-    draw = jax.jit(lambda seed: split_model(model.create(split_seed(seed)[0]))[1:])
-    student = nnx.merge(model.graphdef, *jax.device_get(draw(seed)))
-    with prefixed(f"config.start_from={path!r} does not fit the model: "):
-        student = select_weights(teacher, student)
-    print(f"weights selected from {printable(path)}; config.attention_init is not used", flush=True)
-
-    def place(weight, like):
-        weight = np.asarray(weight)
-        return jax.make_array_from_callback(like.shape, like.sharding, lambda i: weight[i])
-
-    return jax.tree.map(place, split_model(student)[1:], (model.params, model.model_state))

@@ -1,12 +1,9 @@
 """The training loop. Read it from top to bottom."""
 
 import contextlib
-import itertools
 import json
-import shlex
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -17,14 +14,14 @@ from ml_collections import ConfigDict
 
 from structinit_jax import files
 from structinit_jax.data.source import digest
-from structinit_jax.errors import InputError, StoppedError
+from structinit_jax.errors import InputError, StoppedError, printable
 from structinit_jax.training import build, checkpoint, distributed, memory, resume, sharding
 from structinit_jax.training import state as state_lib
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.evaluation import describe, make_evaluator
 from structinit_jax.training.metrics import MAX_IN_FLIGHT, MetricsLog, Progress, StepTrace, average
 
-with epy.lazy_imports():  # first used while the training step compiles
+with epy.lazy_imports():  # They are first used while the training step compiles.
     from clu import parameter_overview
 
     from structinit_jax.training import figures
@@ -67,7 +64,7 @@ def train(
 
         # -- Data and workdir ----------------------------------------------------------------------
         dataset = build.open_data(config)
-        # Locked before images are read, which may take long.
+        # The workdir is locked before images are read, which may take long.
         workdir = on_exit.enter_context(workdir_lib.open_workdir(workdir))
         train_source, eval_source = build.open_splits(config, dataset)
 
@@ -84,7 +81,7 @@ def train(
         # -- Record of the run ---------------------------------------------------------------------
         names = list(dataset.class_names)
         data = config.data
-        # Saved with each checkpoint, and checked when the run is resumed from it.
+        # This is saved with each checkpoint, and checked when the run is resumed from it.
         record = {
             "config": json.loads(config.to_json()),
             "evaluation": f"{data.name} {data.eval_split}, crop_fraction {data.crop_fraction}, "
@@ -95,13 +92,11 @@ def train(
         _check_processes(record, workdir)
         print(f"devices: {sharding.describe(mesh)}")
 
-        # -- Compiled ahead of time, so that an unexpected shape is an error, not a recompilation --
-        # Another thread compiles while this one initializes or restores the state. The step is
-        # traced here, since JAX context managers are thread-local.
-        lowered = train_step.lower(abstract_state, build.abstract_batch(config, mesh), build.SEED)
-        compiler = ThreadPoolExecutor(1, "compile")
-        on_exit.callback(compiler.shutdown, wait=False)
-        compiling = compiler.submit(lowered.compile)
+        # -- Training step -------------------------------------------------------------------------
+        # It is compiled ahead of time, so that a batch or a state of an unexpected shape is an
+        # error instead of a second compilation. Meanwhile, state and batches are prepared.
+        step_arguments = abstract_state, build.abstract_batch(config, mesh), build.SEED
+        compiling = build.compile_in_background(train_step, *step_arguments)
 
         # -- State: initialized, or restored from the newest checkpoint ----------------------------
         checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
@@ -114,12 +109,19 @@ def train(
             print(f"resumed from step {start_step} in {workdir}")
         else:
             print(parameter_overview.get_parameter_overview(model.params, include_stats=False))
-            name = config.attention_init.name
-            params, model_state, init_metrics = state_lib.initialize_model(
-                model, scheme, config.seed, config.start_from, name
-            )
-            state = state_lib.initialize_state(params, model_state, optimizer, abstract_state)
-            del params, model_state  # donated
+            if config.start_from:
+                weights = state_lib.initialize_from_file(model, config.seed, config.start_from)
+                print(f"weights selected from {printable(config.start_from)}, without a scheme")
+            else:
+                name = config.attention_init.name
+                print(f"attention_init {name}: compiling", flush=True)
+                initial = state_lib.initialize_model(model, scheme, config.seed)
+                print(f"attention_init {name}: {initial}", flush=True)
+                init_metrics = initial.metrics
+                weights = initial.weights
+                del initial
+            state = state_lib.initialize_state(*weights, optimizer, abstract_state)
+            del weights  # The state has taken over their memory.
         if jax.process_index() == 0:
             files.write_atomically(workdir / "config.json", config.to_json(indent=2) + "\n")
         log = MetricsLog(workdir, start_step)
@@ -129,8 +131,6 @@ def train(
 
         # -- Batches, evaluation and compiled step -------------------------------------------------
         batches = build.train_batches(config, train_source, mesh, start_step, schedule.num_steps)
-        # Taken before the loop, since it compiles a gather or starts the decoding threads.
-        batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
         evaluate = make_evaluator(config, model, eval_source)
         train_step = compiling.result()
         data_bytes = build.data_bytes(config, len(train_source), len(eval_source))
@@ -144,7 +144,9 @@ def train(
             f"evaluating on {len(eval_source):,} of {dataset.name} {data.eval_split}",
             flush=True,
         )
-        pending = {}  # metrics on the devices, by step; to read each at once would leave them idle
+        # The metrics of steps stay on the devices until they are logged: to wait for those of each
+        # step would leave the devices idle until the host has started the next one.
+        pending = {}
         progress = Progress(
             start_step, schedule.num_steps, schedule.steps_per_epoch, config.batch_size
         )
@@ -154,12 +156,15 @@ def train(
         seed = jax.device_put(np.uint32(config.seed), sharding.replicated(mesh))
         stop_request = on_exit.enter_context(stop_request or distributed.StopRequest())
         evaluation = None
+        # A value that is copied between host and devices by accident costs time in every step, so
+        # it is an error. The copies below are explicit.
         on_exit.enter_context(jax.transfer_guard("disallow"))
         for step in range(start_step + 1, schedule.num_steps + 1):
             with progress.wait("data"):
                 batch = next(batches)
             state, metrics = train_step(state, batch, seed)
             pending[step] = metrics
+            # The host is at most this many steps ahead, as each holds the memory of a batch.
             jax.block_until_ready(pending.get(step - MAX_IN_FLIGHT))
             trace.after(step, state)
             if step == start_step + 1:
@@ -170,7 +175,8 @@ def train(
             evaluates = step in schedule.eval_steps
             stops = stop_request.reached(step - start_step) and not is_last
             saves = evaluates or stops or step % config.checkpoint_every_steps == 0
-            # Every checkpoint is logged: a run resumed from it does not repeat the steps before it.
+            # Metrics are also logged with every checkpoint, because a run that is resumed from it
+            # does not repeat the steps before.
             if saves or step % config.log_every_steps == 0:
                 steps = jax.device_get(pending)
                 pending.clear()
@@ -187,7 +193,8 @@ def train(
             if saves:
                 record["accuracy"] = results["eval/accuracy"] if evaluates else None
                 with progress.wait("checkpoint"):
-                    log.upload()  # first: a run resumed from the checkpoint needs the lines so far
+                    # A run that is resumed from the checkpoint needs the lines of the log so far.
+                    log.upload()
                     checkpoints.save(step, state, record)
             if evaluates and on_evaluation:
                 with progress.wait("evaluation"):
@@ -201,7 +208,7 @@ def train(
                     "checkpoint: run the same command again to resume",
                     exit_code=PREEMPTED_EXIT_CODE,
                 )
-        if not evaluation:  # the run had finished before
+        if not evaluation:  # The run had reached its last step before.
             evaluation = evaluate(state)
         if jax.process_index() == 0:
             figures.write_by_class(workdir, evaluation.labels, evaluation.predicted, names)
@@ -217,7 +224,7 @@ def train(
 def _check_processes(record, workdir):
     """Checks that all processes have the same config, data and workdir."""
     fields = flatten_dict(record["config"], sep=".")
-    del fields["data.data_dir"]  # each host may have its own copy of the data
+    del fields["data.data_dir"]  # Each host may have its own copy of the data.
     distributed.check_equal(record | {"config": fields, "workdir": workdir_lib.identify(workdir)})
 
 
@@ -245,9 +252,8 @@ def _check_finite(steps, workdir, checkpoints):
         raise StoppedError(
             f"after step {step} the state is not finite (loss {values['loss']}, gradient norm "
             f"{values['gradient_norm']}). Training stops; the checkpoints are not affected.\n"
-            "To draw the batch of this step: python -m structinit_jax.show "
-            f"--workdir={shlex.quote(str(workdir))} --step={step} --out=step_{step}.png\n"
-            f"The same command resumes from step {checkpoints.latest_step or 0} and repeats the "
-            "step. Lower config.learning_rate or set config.clip_norm",
-            exit_code=2,  # a restart would end like this, too
+            f"To see the images of this step, run structinit_jax.show with --step={step}. The same "
+            f"command resumes from step {checkpoints.latest_step or 0} and repeats the step: lower "
+            "config.learning_rate or set config.clip_norm",
+            exit_code=2,  # A launcher must not restart the run, since it would end like this again.
         )
