@@ -28,13 +28,13 @@ from structinit_jax.errors import InputError, suggest
 
 
 class Check(NamedTuple):
-    """A requirement on a value, written in `Annotated` after the type."""
+    """A requirement on a value, in `Annotated` after the type: 'NAME=VALUE must be NEEDS'."""
 
-    needs: str  # completes the sentence 'NAME=VALUE must be …'
-    holds: Callable[[Any], bool]  # a `TypeError` or `ValueError` counts as no
+    needs: str
+    holds: Callable[[Any], bool]
 
     def accepts(self, value: Any) -> bool:
-        """Whether a value passes the test."""
+        """Whether a value passes the test; a `TypeError` or `ValueError` counts as no."""
         try:
             return bool(self.holds(value))
         except (TypeError, ValueError):  # NumPy raises ValueError for the truth of an array

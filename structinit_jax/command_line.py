@@ -56,19 +56,21 @@ def run(
     except InputError as error:
         # Texts of other libraries may quote files.
         print("error:", printable(str(error), keep="\n"), file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        if jax.distributed.is_initialized() and jax.process_count() > 1:
-            # JAX would report at length that the others end.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-            time.sleep(5 * (jax.process_index() == 0))  # until the others have reported the same
-        os._exit(2)  # a normal exit would wait for the others, and for a step that is compiling
+        _exit_now(2)
     except StoppedError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:  # before the loop of training, which ends with a checkpoint
         print("interrupted", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(130)  # as shells report it
+        _exit_now(130)  # as shells report it
+
+
+def _exit_now(status: int) -> None:
+    """Exits without waiting for the other processes, or for a step that is compiling."""
+    sys.stdout.flush()
+    if jax.distributed.is_initialized() and jax.process_index() == 0:
+        time.sleep(5)  # JAX ends the others with messages of its own once process 0 has exited
+    os._exit(status)
 
 
 def _parse_flags(argv: list[str]) -> Overrides:

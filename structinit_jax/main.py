@@ -11,8 +11,6 @@ Any field of the config can be set on the command line: --config.batch_size=256
 --config.model.depth=6 --config.attention_init.name=mimetic
 """
 
-import contextlib
-import io
 import signal
 
 import jax
@@ -66,12 +64,9 @@ def main(overrides: command_line.Overrides) -> None:
     for name in ("dry_run", "target", "profile_step") if evaluates else ("step", "out"):
         if FLAGS[name].value:
             raise InputError(f"--{name}={FLAGS[name].value} has no effect with --mode={FLAGS.mode}")
-    notes = io.StringIO()
-    with contextlib.redirect_stdout(notes):
-        config = command_line.read_config(overrides)
     processes = (FLAGS.coordinator_address, FLAGS.num_processes, FLAGS.process_id)
     distributed.join(*processes, FLAGS.join_timeout, FLAGS.lost_timeout)
-    print(notes.getvalue(), end="")  # once: by process 0
+    config = command_line.read_config(overrides)
     if FLAGS.dry_run or FLAGS.target:
         dry_run.dry_run(config, FLAGS.target)
     elif evaluates:

@@ -154,6 +154,13 @@ def test_targets_out_of_reach_warn(monkeypatch):
         impulse()(RNG, SITE)
 
 
+def test_a_target_mass_out_of_reach_warns():
+    site = AttentionSite((8, 8), 96, 6, 16, 1, 16**-0.5, sincos_positions((8, 8), 96))
+    with pytest.warns(UserWarning, match=r"less than target_mass=0\.5"):
+        report = impulse(filters=np.eye(3)[None], target_mass=0.5)(RNG, site).report
+    assert report.target_mass < 0.95 * report.wanted_mass
+
+
 def test_equal_filters_have_equal_maps_and_independent_weights(plain):
     heads = LAYERS * HEADS  # 12 heads of 9 filters: three must repeat
     maps = head_maps(plain).reshape(heads, -1)
@@ -186,6 +193,7 @@ IMPULSE_AND_BOX = np.stack([np.eye(9)[0].reshape(3, 3), np.ones((3, 3))])
         ("kernel_size, dilation or filters", dict(dilation=5)),
         # Uniform attention pays 9 / 35 to the second filter.
         ("target_mass=0.2", dict(filters=IMPULSE_AND_BOX, target_mass=0.2)),
+        ("target_mass=0.3.* a larger grid", dict(filters=np.ones((1, 15, 15)))),
     ],
 )
 def test_filters_that_do_not_fit_the_site_are_refused(field, options):
@@ -201,6 +209,9 @@ def test_fixed_positions_cannot_be_traced():
 def test_positions_are_required_and_checked():
     with pytest.raises(InputError, match=r"AttentionSite.positions=None"):
         impulse()(RNG, make_site(positions=None))
+    one = make_site(grid=(1, 1), positions=np.ones((1, WIDTH)), positions_trainable=True)
+    with pytest.raises(InputError, match="positions are equal for all tokens"):
+        impulse()(RNG, one)
     for same in (np.ones((35, WIDTH), np.float32), jnp.full((35, WIDTH), jnp.nan)):
         for scheme in (impulse_2025(), impulse(replace_positions=False)):
             site = make_site(positions=same, positions_trainable=True)

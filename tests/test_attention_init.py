@@ -1,6 +1,7 @@
 """What all schemes have in common, and how `impulse` and the others check and pass on options."""
 
 import dataclasses
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +95,11 @@ def test_sites_without_an_implementation_are_refused(name, site_type):
 def test_sizes_that_no_layer_has_are_refused(site_type, field, value):
     with pytest.raises(InputError, match=rf"^{site_type.__name__}\.{field}"):
         dataclasses.replace(SITES[site_type], **{field: value})
+
+
+def test_signatures_name_the_types_of_options():
+    assert "kernel_size: 'OddInt' = 3" in str(inspect.signature(attention_init.impulse))
+    assert "width: 'PositiveInt'" in str(inspect.signature(AttentionSite))
 
 
 def test_the_schemes_check_their_options_themselves():

@@ -50,7 +50,7 @@ def save(checkpoints, step, state=None, accuracy=None, evaluation="test"):
 
 def write_json(path, content):
     """Writes a file as `checkpoint_files` does, whatever the content."""
-    line = json.dumps(content).encode() if not isinstance(content, bytes) else content
+    line = json.dumps(content).encode()
     path.write_bytes(line + f"\n{hashlib.blake2b(line, digest_size=16).hexdigest()}\n".encode())
 
 
@@ -188,7 +188,7 @@ def test_a_renamed_checkpoint_and_one_without_a_part_of_a_process_are_damaged(di
     assert "8/index_1.json cannot be read" in notes
 
 
-# -- checkpoints from somebody else ----------------------------------------------------------------
+# -- files of other checkpoints and programs -------------------------------------------------------
 
 
 def files_of(folder):
@@ -198,18 +198,11 @@ def files_of(folder):
 def test_parts_of_another_run_or_step_are_noticed(directory, tmp_path, capsys):
     with opened(tmp_path / "other") as checkpoints:
         save(checkpoints, 12, evaluation="another run")
-    sources = {"4": directory / "8", "8": directory / "12", "12": tmp_path / "other" / "12"}
-    kept = shutil.copytree(directory, tmp_path / "kept")
-    for step, source in sources.items():
-        shutil.rmtree(directory / step / "state")
-        for name in ("state", "index_0.json"):
-            copy = shutil.copytree if name == "state" else shutil.copy
-            copy(
-                (kept / source.name if source.parent == directory else source) / name,
-                directory / step / name,
-            )
-    assert checkpoint.find_step(directory) is None
-    assert capsys.readouterr().out.count("index_0.json belongs to another run.json") == 3
+    for source in (directory / "8", tmp_path / "other" / "12"):
+        shutil.copytree(source / "state", directory / "12" / "state", dirs_exist_ok=True)
+        shutil.copy(source / "index_0.json", directory / "12")
+        assert checkpoint.find_step(directory) == 8
+        assert "index_0.json belongs to another run.json" in capsys.readouterr().out
 
 
 def test_the_state_of_another_step_is_not_restored(directory):
@@ -240,20 +233,6 @@ def test_files_of_the_state_that_no_index_names_are_noticed(directory, capsys):
     assert f"{ARRAY} is in no index" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        *[(name, text) for name in ("run.json", "index_0.json") for text in (b"[1]", b"{}", b"3")],
-        *[("index_0.json", {"files": files}) for files in ({}, [], {"state/a": 1})],
-    ],
-)
-def test_valid_checksums_around_other_json_are_noticed(directory, name, content, capsys):
-    path = directory / "12" / name
-    write_json(path, content if isinstance(content, bytes) else read_json(path) | content)
-    assert checkpoint.find_step(directory) == 8
-    assert f"note: skipping checkpoint {directory / '12'}: " in capsys.readouterr().out
-
-
 def test_a_checkpoint_of_another_version_is_not_damaged(directory):
     path = directory / "12" / "run.json"
     write_json(path, read_json(path) | {"version": files_lib.VERSION + 1})
@@ -261,16 +240,6 @@ def test_a_checkpoint_of_another_version_is_not_damaged(directory):
         checkpoint.find_step(directory)
     with pytest.raises(InputError, match="version 3"):
         checkpoint.Checkpoints(directory, keep=2)
-
-
-def test_steps_that_are_no_int32_are_not_ours(directory):
-    shutil.copytree(directory / "12", directory / "99999999999")
-    write_json(
-        directory / "99999999999" / "run.json",
-        checkpoint.read_run(directory, 12) | {"step": 99999999999},
-    )
-    assert checkpoint.find_step(directory) == 12
-    assert checkpoint.find_step(directory, "9" * 5000) is None
 
 
 @pytest.mark.filterwarnings("ignore")  # of the emulators and clients

@@ -1,15 +1,19 @@
 """The pages in Markdown: links, fields and modules exist; examples and commands run as written."""
 
+import doctest
+import functools
 import re
 import shlex
 from pathlib import Path
 
 import fork_main
+import jax
 import pytest
 from flax import nnx
 from flax.traverse_util import flatten_dict
 from PIL import Image
 
+import structinit_jax as si
 from structinit_jax import attention_init, command_line, models
 from structinit_jax.config import base_config, scheme_options, validate
 
@@ -147,6 +151,24 @@ def test_an_example_runs(name, request, tmp_path, monkeypatch):
         assert values["weights"].query.shape == (12, 192, 3, 64)
     if name == "my_config":
         validate(values["get_config"]())
+
+
+@pytest.mark.usefixtures("library_promotion")
+def test_the_examples_in_docstrings_run():
+    sizes = dict(grid=(8, 8), width=96, num_heads=3, head_dim=32, num_layers=12)
+    positions = si.sincos_positions((8, 8), 96)
+    site = si.AttentionSite(**sizes, qk_scale=32**-0.5, positions=positions)
+    given = dict(si=si, jax=jax, nnx=nnx, site=site)
+    runner = doctest.DocTestRunner()
+    for name in si.__all__:
+        for test in doctest.DocTestFinder(recurse=False).find(getattr(si, name), globs=given):
+            run = functools.partial(runner.run, test)
+            if name in ("from_timm", "select_weights"):  # need values
+                run()
+            else:
+                jax.eval_shape(run)
+    assert runner.failures == 0
+    assert runner.tries > 25
 
 
 # -- commands --------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Every model family: names and fields, parameter counts, sites, schemes, and what is refused."""
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -16,7 +17,7 @@ from tiny_models import EVERYWHERE, SIZES, make, train_fn
 
 from structinit_jax import attention_init
 from structinit_jax.errors import InputError
-from structinit_jax.models import VARIANTS, check_fields, create_model, default_config
+from structinit_jax.models import FAMILIES, VARIANTS, check_fields, create_model, default_config
 from structinit_jax.training.state import split_model
 
 COUNTS = json.loads((Path(references.__file__).parent / "parameter_counts.json").read_text())
@@ -30,6 +31,17 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
 # -- names and fields ------------------------------------------------------------------------------
+
+
+def test_signatures_have_the_fields_with_their_defaults():
+    for model in FAMILIES.values():
+        parameters = inspect.signature(model).parameters
+        defaults = {name: p.default for name, p in parameters.items()}
+        for name in ("channels", "rngs"):
+            assert defaults.pop(name) is inspect.Parameter.empty
+        assert defaults == model.default_config() | dict(attention_init=None)
+        documented = f"{model.__doc__} {model.__init__.__doc__}"
+        assert all(f" {name}: " in documented for name in parameters)
 
 
 def test_unknown_names_are_refused_with_similar_ones():

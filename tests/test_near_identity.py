@@ -12,7 +12,6 @@ from structinit_jax.attention_init import (
     near_identity,
     sincos_positions,
 )
-from structinit_jax.attention_init.sites import Sizes
 from structinit_jax.errors import InputError
 
 WIDTH, LAYERS = 48, 4
@@ -20,13 +19,13 @@ SITE = AttentionSite((7, 5), WIDTH, 3, 16, LAYERS, 0.25, sincos_positions((7, 5)
 RNG = jax.random.key(0)
 
 
-def similar_heads(sizes):
-    none = jnp.zeros((0, *sizes[1:]))
-    return near_identity.append_similar_heads(RNG, sizes, none, none)
+def similar_heads(site):
+    none = jnp.zeros((0, site.width, site.num_heads, site.head_dim))
+    return near_identity.append_similar_heads(RNG, site, none, none)
 
 
 def test_similar_heads_have_as_much_of_the_identity_as_mimetics_factors():
-    query, key = similar_heads(SITE.sizes)
+    query, key = similar_heads(SITE)
     products = np.einsum("LDhd,LEhd->LhDE", query, key)
     factors = mimetic()(RNG, SITE)
     best = np.einsum("LDhd,LEhd->LhDE", factors.query, factors.key)
@@ -38,14 +37,14 @@ def test_similar_heads_have_as_much_of_the_identity_as_mimetics_factors():
 
 @pytest.mark.parametrize(("heads", "dim"), [(1, WIDTH), (2, WIDTH + 16)])
 def test_heads_as_wide_as_the_model_attend_to_similar_tokens(heads, dim):
-    query, key = similar_heads(Sizes(LAYERS, WIDTH, heads, dim))
+    query, key = similar_heads(dataclasses.replace(SITE, num_heads=heads, head_dim=dim))
     noise = np.einsum("LDhd,LEhd->LhDE", query, key) - 0.7 * np.eye(WIDTH)
     # All of 0.7 U + 0.7 I, where U is uniform.
     np.testing.assert_allclose(np.abs(noise).max(), 0.7 * (3 / WIDTH) ** 0.5, rtol=0.01)
 
 
 def test_the_product_of_value_and_projection_is_near_minus_the_identity():
-    value, out = near_identity.value_and_projection(RNG, SITE.sizes)
+    value, out = near_identity.value_and_projection(RNG, SITE)
     noise = np.einsum("LDhd,LhdE->LDE", value, out) + 0.4 * np.eye(WIDTH)
     np.testing.assert_allclose(noise.std(), 0.4 * WIDTH**-0.5, rtol=0.3)
     assert abs(noise.mean()) < 0.01

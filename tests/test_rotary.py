@@ -113,6 +113,9 @@ def test_the_last_half_of_the_layers_attends_to_similar_tokens(angles):
 def test_a_target_mass_below_that_of_uniform_attention_is_refused():
     with pytest.raises(InputError, match="target_mass"):
         impulse(filters=np.ones((1, 3, 3), np.float32), target_mass=0.1)(RNG, SITE)
+    one = make_site(grid=(1, 1), angles=rotary_angles((1, 1), DIM))
+    with pytest.raises(InputError, match="a larger grid"):  # whatever the target mass
+        impulse()(RNG, one)
 
 
 def test_filters_of_few_rows_are_solved_on_larger_grids():

@@ -25,6 +25,8 @@ filters, kernel size f, positions P [N, D], X = LayerNorm(P), σ = d^-1/2, Q and
 target map H [N, N] of a convolution, attention map M = softmax(σ X Q Kᵀ Xᵀ) [N, N].
 """
 
+from __future__ import annotations  # so that signatures show the names of checked types
+
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -86,12 +88,17 @@ def impulse(
     The forms for rotary positions, windows (Swin) and token mixing (MLP-Mixer) are our own: the
     papers have no impulse for them. So is the scale of the filters at a `ConvSite`.
 
+    >>> weights = si.impulse(kernel_size=3)(jax.random.key(0), site)  # a site as in `AttentionSite`
+    >>> weights.query.shape
+    (12, 96, 3, 32)
+
     Args:
       kernel_size: Kernel size f of the impulses, odd. A `ConvSite` has its own.
       filters: Kernels [F, f, f] to use instead of impulses, whatever the kernel size.
       dilation: Distance in tokens between neighboring taps of a kernel.
       target_mass: Share of its attention that a token pays to the target, which sets how sharp the
-        maps are. It must be larger than that of uniform attention, 1 / N on an impulse.
+        maps are. It must be larger than that of uniform attention, 1 / N on an impulse; a window
+        where it is not keeps a zero bias.
       replace_positions: Whether a sin-cos encoding replaces learned positions. If false, learned
         positions are multiplied by 18, as in 2025, and the weights are solved for these.
 
@@ -101,17 +108,17 @@ def impulse(
     Raises:
       InputError: An option is invalid. The scheme raises it if an option does not fit the site.
     """
-    options = dict(locals())
-    kernels = dict(kernel_size=kernel_size, filters=filters, dilation=dilation)
-    maps = dict(kernels, target_mass=target_mass)
-    functions = {
-        AttentionSite: partial(absolute.impulse, **maps, replace_positions=replace_positions),
-        RotarySite: partial(rotary.impulse, **maps),
-        WindowSite: partial(windows.impulse, **maps),
-        TokenMixingSite: partial(token_mixing.mlp_impulse, **kernels),
-        ConvSite: partial(token_mixing.conv_impulse, filters=filters),
-    }
-    return _by_site(impulse, options, functions)
+    return _by_site(
+        impulse,
+        locals(),
+        {
+            AttentionSite: absolute.impulse,
+            RotarySite: rotary.impulse,
+            WindowSite: windows.impulse,
+            TokenMixingSite: token_mixing.mlp_impulse,
+            ConvSite: token_mixing.conv_impulse,
+        },
+    )
 
 
 def impulse_mimetic(
@@ -127,13 +134,19 @@ def impulse_mimetic(
     mass on the target is smaller than that of `impulse`, since softer impulses in the early layers
     train better on CIFAR-10 (docs/results.md). A sin-cos encoding replaces learned positions. For
     the options, see `impulse`.
+
+    >>> weights = si.impulse_mimetic()(jax.random.key(0), site)  # a site as in `AttentionSite`
+    >>> weights.filter_index.shape  # half of the 12 layers, 3 heads
+    (6, 3)
     """
-    options = dict(locals())
-    functions = {
-        AttentionSite: partial(absolute.impulse, **options, half=True),
-        RotarySite: partial(rotary.impulse, **options, half=True),
-    }
-    return _by_site(impulse_mimetic, options, functions)
+    return _by_site(
+        impulse_mimetic,
+        locals(),
+        {
+            AttentionSite: partial(absolute.impulse, half=True),
+            RotarySite: partial(rotary.impulse, half=True),
+        },
+    )
 
 
 def impulse_2024(
@@ -165,20 +178,14 @@ def impulse_2024(
       taps: Number of nonzero entries in each filter, all equal: 1 gives the impulses of table 4,
         and f² its box filters.
     """
-    options = dict(locals())
-    functions = {
-        AttentionSite: partial(
-            published.impulse_2024,
-            kernel_size=kernel_size,
-            same_layers=same_layers,
-            first_input=first_input,
-            following_input=following_input,
-            max_steps=max_steps,
-            rescale=rescale,
-        ),
-        ConvSite: partial(token_mixing.conv_impulse_2024, taps=taps),
-    }
-    return _by_site(impulse_2024, options, functions)
+    return _by_site(
+        impulse_2024,
+        locals(),
+        {
+            AttentionSite: published.impulse_2024,
+            ConvSite: token_mixing.conv_impulse_2024,
+        },
+    )
 
 
 def impulse_2025(
@@ -206,9 +213,7 @@ def impulse_2025(
         program keeps them. The closed form needs positions of rank d: a sin-cos encoding has less,
         and leaves the maps of wide heads nearly uniform.
     """
-    options = dict(locals())
-    functions = {AttentionSite: partial(published.impulse_2025, **options)}
-    return _by_site(impulse_2025, options, functions)
+    return _by_site(impulse_2025, locals(), {AttentionSite: published.impulse_2025})
 
 
 def mimetic(
@@ -223,6 +228,8 @@ def mimetic(
     The factors are those of the 2025 paper's program, whose `mimetica_b_c` has position_scale=a,
     query_key_scale=b and value_scale=c.
 
+    >>> weights = si.mimetic()(jax.random.key(0), site)  # a site as in `AttentionSite`
+
     Args:
       replace_positions: Whether a sin-cos encoding replaces learned positions. Neighbors then have
         similar positions, to which heads attend. Learned positions start near zero, too small to
@@ -231,15 +238,16 @@ def mimetic(
       query_key_scale: Factor on Q and on K.
       value_scale: Factor on V and on the output projection.
     """
-    options = dict(locals())
-    scales = dict(query_key_scale=query_key_scale, value_scale=value_scale)
-    functions = {
-        AttentionSite: partial(near_identity.mimetic, **options),
-        RotarySite: partial(near_identity.mimetic, **scales),
-        WindowSite: partial(near_identity.mimetic, **scales),
-        TokenMixingSite: partial(token_mixing.mlp_mimetic),
-    }
-    return _by_site(mimetic, options, functions)
+    return _by_site(
+        mimetic,
+        locals(),
+        {
+            AttentionSite: partial(absolute.baseline, draw=near_identity.mimetic),
+            RotarySite: partial(draws.baseline, draw=near_identity.mimetic),
+            WindowSite: partial(draws.baseline, draw=near_identity.mimetic),
+            TokenMixingSite: token_mixing.mlp_mimetic,
+        },
+    )
 
 
 def default(
@@ -254,46 +262,41 @@ def default(
     The options are those of `mimetic`. The 2025 paper's program has the factors too: its
     `defaulta_b_c` compares initializations at equal norms.
     """
-    options = dict(locals())
-    scales = dict(query_key_scale=query_key_scale, value_scale=value_scale)
-    functions = {
-        AttentionSite: partial(draws.default, **options),
-        RotarySite: partial(draws.default, **scales),
-        WindowSite: partial(draws.default, **scales),
-        TokenMixingSite: partial(lambda rng, site: TokenMixingWeights()),  # the model keeps its own
-        ConvSite: partial(token_mixing.conv_default),
-    }
-    return _by_site(default, options, functions)
+    return _by_site(
+        default,
+        locals(),
+        {
+            AttentionSite: partial(absolute.baseline, draw=draws.base_weights),
+            RotarySite: partial(draws.baseline, draw=draws.base_weights),
+            WindowSite: partial(draws.baseline, draw=draws.base_weights),
+            TokenMixingSite: lambda rng, site: TokenMixingWeights(),  # The model keeps its own.
+            ConvSite: token_mixing.conv_default,
+        },
+    )
 
 
 SCHEMES: dict[str, Callable[..., AttentionInit]] = {
-    "impulse": impulse,
-    "impulse_2024": impulse_2024,
-    "impulse_2025": impulse_2025,
-    "impulse_mimetic": impulse_mimetic,
-    "mimetic": mimetic,
-    "default": default,
+    scheme.__name__: scheme
+    for scheme in (impulse, impulse_2024, impulse_2025, impulse_mimetic, mimetic, default)
 }
 
 
 def _by_site(
     scheme: Callable[..., AttentionInit],
     options: Mapping[str, Any],
-    functions: Mapping[type, partial[Weights]],
+    functions: Mapping[type, Callable[..., Weights]],
 ) -> AttentionInit:
     """Checks a scheme's options, and returns its `(rng, site) -> weights`.
 
-    This calls the function for the site's type. Options that are not among the function's keywords
-    are refused unless they have their default values.
+    This calls the function for the site's type with the options that are among its parameters.
+    The other options are refused unless they have their default values.
     """
-    check_fields(scheme, options, "")
+    check_fields(scheme, options)
     parameters = inspect.signature(scheme).parameters
     changed = {
         name: value
         for name, value in options.items()
-        if not (
-            value is parameters[name].default or np.array_equal(value, parameters[name].default)
-        )
+        if not np.array_equal(value, parameters[name].default)
     }
     if options.get("replace_positions") and "position_scale" in changed:
         raise InputError(
@@ -307,11 +310,12 @@ def _by_site(
             known = ", ".join(site_type.__name__ for site_type in functions)
             raise InputError(f"{scheme.__name__} is for {known}, not for a {kind}: use 'default'")
         function = functions[type(site)]
-        for name in changed.keys() - function.keywords.keys():
+        taken = options.keys() & inspect.signature(function).parameters.keys()
+        for name in changed.keys() - taken:
             raise InputError(f"{name}={changed[name]!r} does not apply to a {kind}: leave it out")
         # TPUs would multiply in bfloat16: too coarse for a solve, and their compiler crashes on it.
         with jax.default_matmul_precision("highest"):
-            return function(rng, site)
+            return function(rng, site, **{name: options[name] for name in taken})
 
     return init
 

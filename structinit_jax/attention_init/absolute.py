@@ -13,18 +13,19 @@ so that every head of every layer gets weights of its own.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from structinit_jax.attention_init.draws import random_rotations
+from structinit_jax.attention_init import draws
 from structinit_jax.attention_init.near_identity import append_similar_heads, value_and_projection
 from structinit_jax.attention_init.sites import (
     AttentionSite,
+    AttentionStack,
     AttentionWeights,
-    Sizes,
     layer_norm,
     start_positions,
     trained_positions,
@@ -41,7 +42,8 @@ from structinit_jax.attention_init.solve import (
 from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps
 from structinit_jax.errors import InputError
 
-POSITION_SCALE = 18.0  # of learned positions that are kept, as in the 2025 paper
+# Learned positions that are kept are multiplied by this, as in the 2025 paper.
+POSITION_SCALE = 18.0
 # Learned positions start as noise of full rank. Their closed form is near the solution already, and
 # larger steps lead away from it; sharp maps, softened afterwards, peak in more rows.
 LEARNED_SOLVE = dict(learning_rate=0.005, sharp_mass=0.9, steps=300)
@@ -64,9 +66,9 @@ def impulse(
     layers only.
     """
     targets = filter_maps(site.grid, kernel_size, filters, dilation)
-    require_above_uniform(target_mass, targets)
     new_positions = trained_positions(site, replace=replace_positions, scale=POSITION_SCALE)
     positions = start_positions(site, new_positions)
+    require_above_uniform(target_mass, targets)
     options = {}
     if "position_scale" in new_positions:
         z, basis = learned_row_space(layer_norm(jnp.asarray(positions)))
@@ -82,7 +84,7 @@ def impulse(
         start_norm(site.head_dim, site.qk_scale, site.width),
         head_dim=site.head_dim,
         qk_scale=site.qk_scale,
-        target_mass=float(target_mass),  # static
+        target_mass=float(target_mass),  # jit needs to hash it, which a JAX scalar does not allow
         **options,
     )
     num_impulse = -(-site.num_layers // 2) if half else site.num_layers
@@ -97,7 +99,7 @@ def _draw_weights(
     bank: list[Float[Array, "F r k"]],
     basis: Float[Array | np.ndarray, "D r"],
     *,
-    sizes: Sizes,
+    sizes: AttentionStack,
     num_impulse: int,
 ) -> AttentionWeights:
     """Draws the weights of all heads from `bank`, BᵀQ and BᵀK of each filter, and `basis`, B.
@@ -110,7 +112,7 @@ def _draw_weights(
     # Rᵀ R = I keeps the map. Q and K ignore all input outside the row space of X.
     filter_index = assign(filter_rng, (num_impulse, sizes.num_heads), len(bank[0]))
     shape = (*filter_index.shape, sizes.head_dim, bank[0].shape[-1])
-    rotations = random_rotations(rotation_rng, shape)
+    rotations = draws.random_rotations(rotation_rng, shape)
 
     def place(factors):
         rotated = jnp.einsum("Lhrk,Lhdk->Lrhd", factors[filter_index], rotations)
@@ -120,3 +122,19 @@ def _draw_weights(
     query, key = append_similar_heads(similar_rng, sizes, query, key)
     value, out = value_and_projection(vo_rng, sizes)
     return AttentionWeights(query, key, value, out, filter_index=filter_index)
+
+
+def baseline(
+    rng: PRNGKeyArray,
+    site: AttentionSite,
+    *,
+    draw: Callable[[PRNGKeyArray, AttentionStack], AttentionWeights],
+    replace_positions: bool,
+    position_scale: float,
+    query_key_scale: float,
+    value_scale: float,
+) -> AttentionWeights:
+    """Draws weights as `draws.baseline` does, and replaces or scales trainable positions."""
+    scales = dict(query_key_scale=query_key_scale, value_scale=value_scale)
+    new_positions = trained_positions(site, replace=replace_positions, scale=position_scale)
+    return draws.baseline(rng, site, draw=draw, **scales)._replace(**new_positions)

@@ -9,12 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from structinit_jax.attention_init.sites import (
-    AttentionStack,
-    AttentionWeights,
-    Sizes,
-    rescale,
-)
+from structinit_jax.attention_init.sites import AttentionStack, AttentionWeights
 
 
 def draw_flat(
@@ -56,23 +51,37 @@ def random_rotations(rng: PRNGKeyArray, shape: tuple[int, ...]) -> Float[Array, 
 # -- the base initialization -----------------------------------------------------------------------
 
 
-def default(rng: PRNGKeyArray, site: AttentionStack, **options) -> AttentionWeights:
-    """Draws all weights as the site's `base_init` does; for the options see `rescale`."""
-    return rescale(base_weights(rng, site.sizes, site.base_init), site, **options)
-
-
-@functools.partial(jax.jit, static_argnames=("sizes", "base_init"))
-def base_weights(rng: PRNGKeyArray, sizes: Sizes, base_init: str) -> AttentionWeights:
+@functools.partial(jax.jit, static_argnames="sizes")
+def base_weights(rng: PRNGKeyArray, sizes: AttentionStack) -> AttentionWeights:
     """Draws as timm, truncated normal of std 0.02, or as PyTorch, uniform ±(fan-in)^-1/2."""
-    layers, width, heads, dim = sizes
-    if base_init == "pytorch":
+    heads = (sizes.num_heads, sizes.head_dim)
+    if sizes.base_init == "pytorch":
         draw = functools.partial(jax.random.uniform, minval=-1.0, maxval=1.0)
     else:
         draw = functools.partial(trunc_normal, std=0.02)
     rngs = jax.random.split(rng, 4)
-    inputs = [draw_flat(draw, each, (layers, width, heads, dim)) for each in rngs[:3]]
-    out = draw_flat(draw, rngs[3], (layers, heads, dim, width))
-    if base_init == "pytorch":
-        inputs = [width**-0.5 * kernel for kernel in inputs]
-        out = (heads * dim) ** -0.5 * out
+    shape = (sizes.num_layers, sizes.width, *heads)
+    inputs = [draw_flat(draw, each, shape) for each in rngs[:3]]
+    out = draw_flat(draw, rngs[3], (sizes.num_layers, *heads, sizes.width))
+    if sizes.base_init == "pytorch":
+        inputs = [sizes.width**-0.5 * kernel for kernel in inputs]
+        out = math.prod(heads) ** -0.5 * out
     return AttentionWeights(*inputs, out)
+
+
+def baseline(
+    rng: PRNGKeyArray,
+    site: AttentionStack,
+    *,
+    draw: Callable[[PRNGKeyArray, AttentionStack], AttentionWeights],
+    query_key_scale: float,
+    value_scale: float,
+) -> AttentionWeights:
+    """Multiplies Q and K, and V and projection, of the drawn weights by factors."""
+    weights = draw(rng, site.sizes)
+    return AttentionWeights(
+        query_key_scale * weights.query,
+        query_key_scale * weights.key,
+        value_scale * weights.value,
+        value_scale * weights.out,
+    )

@@ -11,12 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init.draws import draw_flat, permutations, random_rotations
-from structinit_jax.attention_init.sites import (
-    AttentionStack,
-    AttentionWeights,
-    Sizes,
-    rescale,
-)
+from structinit_jax.attention_init.sites import AttentionStack, AttentionWeights
 from structinit_jax.errors import InputError
 
 
@@ -35,18 +30,18 @@ def near_identity(
     return noise * uniform + identity * eye
 
 
-def mimetic(rng: PRNGKeyArray, site: AttentionStack, **options) -> AttentionWeights:
+def mimetic(rng: PRNGKeyArray, site: AttentionStack) -> AttentionWeights:
     """Trockman & Kolter (2023): Q Kᵀ = 0.7 U + 0.7 I per head and V Proj ≈ -0.4 I, by SVD.
 
     The programs of 2024 and 2025 store the factors of V Proj untransposed as PyTorch weights, which
-    makes heads equally strong; so does this function. For the options see `rescale`.
+    makes heads equally strong; so does this function.
     """
     qk_rng, vo_rng = jax.random.split(rng)
     value, out = mimetic_vo(vo_rng, site, transposed=True)
     shape = (site.num_layers, site.num_heads, site.width)
     products = near_identity(qk_rng, shape, noise=0.7, identity=0.7)
     query, key = (jnp.moveaxis(f, 1, 2) for f in split_product(products, site.head_dim))
-    return rescale(AttentionWeights(query, key, value, out), site, **options)
+    return AttentionWeights(query, key, value, out)
 
 
 def mimetic_vo(
@@ -81,8 +76,8 @@ def split_product(
     product: Float[Array, "*batch D D"], rank: int
 ) -> tuple[Float[Array, "*batch D k"], Float[Array, "*batch D k"]]:
     """Returns A, B with A Bᵀ closest to the product, singular values split evenly."""
-    # One by one: on CPUs, batches that several programs or devices decompose at the same time wait
-    # for each other's threads, without end or for long.
+    # They are decomposed one by one: on CPUs, batches that several programs or devices decompose at
+    # the same time wait for each other's threads, without end or for long.
     matrices = product.reshape(-1, *product.shape[-2:])
     u, s, vt = (
         x.reshape(*product.shape[:-2], *x.shape[1:]) for x in jax.lax.map(jnp.linalg.svd, matrices)
@@ -96,7 +91,7 @@ def split_product(
 
 def append_similar_heads(
     rng: PRNGKeyArray,
-    sizes: Sizes,
+    sizes: AttentionStack,
     query: Float[Array, "l D h d"],
     key: Float[Array, "l D h d"],
 ) -> tuple[Float[Array, "L D h d"], Float[Array, "L D h d"]]:
@@ -116,7 +111,7 @@ def append_similar_heads(
 
     def iterate(_, w):
         w = a @ (jnp.swapaxes(a, -1, -2) @ w)
-        # Cholesky, since a QR decomposition of this shape takes a hundred times as long on CPUs.
+        # A QR decomposition of this shape takes a hundred times as long on CPUs as Cholesky's.
         lower = jnp.linalg.cholesky(jnp.swapaxes(w, -1, -2) @ w)
         identity = jnp.broadcast_to(jnp.eye(sizes.head_dim), lower.shape)
         inverse = jax.lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True)
@@ -137,16 +132,18 @@ def append_similar_heads(
 
 
 def value_and_projection(
-    rng: PRNGKeyArray, sizes: Sizes
+    rng: PRNGKeyArray, sizes: AttentionStack
 ) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
     """Returns V = c (I - U / 2) Π and Proj = -c Πᵀ (I - U' / 2), so V Proj ≈ -0.4 (I - noise).
 
     c² = 0.4, U and U' are uniform noise as in `mimetic`, and the permutation Π distributes the
     channels over the heads: some are left out or used twice unless h d = D.
     """
-    layers, width, heads, head_dim = sizes
+    layers = sizes.num_layers
+    width = sizes.width
+    heads = (sizes.num_heads, sizes.head_dim)
     noise_rng, channel_rng = jax.random.split(rng)
-    inner = heads * head_dim
+    inner = heads[0] * heads[1]
     bound = (3 / width) ** 0.5
     channels = permutations(jax.random.split(channel_rng, layers), width)
     channels = jnp.tile(channels, (1, -(-inner // width)))[:, :inner]
@@ -156,5 +153,5 @@ def value_and_projection(
     bits = draw_flat(draw, noise_rng, (2, *identity.shape))
     half_noise = bound * ((bits.astype(jnp.float32) + 0.5) / 2**16 - 0.5)
     value, out = 0.4**0.5 * (identity[None] - half_noise)
-    shape = (layers, heads, head_dim, width)
+    shape = (layers, *heads, width)
     return jnp.moveaxis(value.reshape(shape), -1, 1), -out.reshape(shape)

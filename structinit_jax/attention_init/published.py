@@ -24,9 +24,11 @@ from structinit_jax.attention_init.targets import filter_maps
 
 PseudoInput = Literal["positions", "uniform", "gaussian", "positions+uniform", "positions+gaussian"]
 PSEUDO_INPUT_EPSILON = 1e-5  # PyTorch's default for LayerNorm; the models themselves use 1e-6
-LEARNING_RATE = 1e-4  # of Adam in algorithm 1
-RESCALE_EVERY = 100  # steps of algorithm 1 between two rescalings
-CENTER_FIRST = np.array([4, 1, 5, 3, 7, 0, 2, 6, 8])  # offsets of successive heads in 2025
+# Algorithm 1 runs Adam with this learning rate, and rescales Q and K every so many steps.
+LEARNING_RATE = 1e-4
+RESCALE_EVERY = 100
+# The program of 2025 gives successive heads the offsets in this order.
+CENTER_FIRST = np.array([4, 1, 5, 3, 7, 0, 2, 6, 8])
 
 
 def impulse_2024(
@@ -137,7 +139,7 @@ def optimize_2024(
         return jax.nn.softmax(qk_scale * jnp.einsum("hnd,hmd->hnm", queries, keys), axis=-1)
 
     def loss(factors):
-        # A mean over heads too, which matters because of Adam's ε.
+        # The mean is over heads too, which matters because of Adam's ε.
         return jnp.mean((targets - maps(factors)) ** 2)
 
     def body(step, carry):
@@ -224,7 +226,7 @@ def _solve_2025(
         report = report_on_maps(target[None], maps[None], norm=norm / head_dim**0.5)
         return query, key, report
 
-    # One head at a time: the N × N logits of all heads of a large model do not fit into memory.
+    # Heads take turns: the N × N logits of all heads of a large model do not fit into memory.
     query, key, reports = jax.lax.map(
         lambda head: solve_head(head[0], targets[head[1]]),
         (jax.random.split(rng, filter_index.size), filter_index.ravel()),

@@ -28,8 +28,8 @@ from structinit_jax.attention_init.solve import (
 from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps
 from structinit_jax.errors import InputError
 
-START_NORM = 3.0  # root of the sum of |c| at the start; most grids need about this
-MAX_ROWS = 64  # of the maps in the solve: all rows pose the same problem at different places
+START_NORM = 3.0  # The root of the sum of |c| at the start; most grids need about this.
+MAX_ROWS = 64  # More rows of a map would pose the same problem at other places.
 
 
 def rotary_angles(
@@ -41,6 +41,9 @@ def rotary_angles(
     with the frequencies temperature^(-4 i / d), i = 0 … d/4 - 1, in radians per token. The
     temperature is 100 in `vit_small_patch16_rope_224` and its relatives. Raises `InputError` unless
     the head dimension d = 2 p is a multiple of 4.
+
+    >>> si.rotary_angles(grid=(14, 14), head_dim=64).shape
+    (1, 1, 196, 32)
     """
     if head_dim % 4:
         raise InputError(
@@ -89,28 +92,22 @@ def impulse(
         tables = tables[:num_impulse].reshape(-1, *angles.shape[2:])
         solved, report = solve_coefficients(tables, targets[filter_index.ravel()], target_mass)
         coefficients = solved.reshape(*filter_index.shape, *solved.shape[1:])
-    weights = _draw_weights(
-        place_rng,
-        coefficients,
-        sizes=site.sizes,
-        base_init=site.base_init,
-        qk_scale=site.qk_scale,
-        pairs=site.pairs,
-    )
-    # Norm of the part of Q that reads the common vector: each column is that vector times q_i / D.
+    weights = _draw_weights(place_rng, coefficients, sizes=site.sizes, pairs=site.pairs)
+    # The part of Q that reads the common vector has this norm: its columns are the vector times
+    # q_i / D.
     size = jnp.mean(jnp.linalg.norm(solved, axis=1))
     report = report._replace(norm=jnp.sqrt(size / (2 * site.qk_scale * site.width)))
     warn_if_out_of_reach(report)
     return weights._replace(report=report, filter_index=filter_index, targets=targets)
 
 
-@functools.partial(jax.jit, static_argnames=("sizes", "base_init", "qk_scale", "pairs"))
-def _draw_weights(rng, coefficients, *, sizes, base_init, qk_scale, pairs):
+@functools.partial(jax.jit, static_argnames=("sizes", "pairs"))
+def _draw_weights(rng, coefficients, *, sizes, pairs):
     """Draws the weights of all layers, the first of which have the coefficients [l, h, 2, p]."""
     sign_rng, phase_rng, qk_rng, vo_rng, similar_rng = jax.random.split(rng, 5)
-    drawn = base_weights(qk_rng, sizes, base_init)
+    drawn = base_weights(qk_rng, sizes)
     num_impulse, heads = coefficients.shape[:2]
-    size = jnp.sqrt(jnp.linalg.norm(coefficients, axis=2) / qk_scale)  # of q and k, by pair
+    size = jnp.sqrt(jnp.linalg.norm(coefficients, axis=2) / sizes.qk_scale)  # |q| and |k| by pair
     phase = 2 * math.pi * jax.random.uniform(phase_rng, size.shape)
     turn = jnp.arctan2(coefficients[:, :, 1], coefficients[:, :, 0])
     half = sizes.width // 2
@@ -171,7 +168,7 @@ def solve_coefficients(
             loss = -jnp.sum(some * log_maps) / len(rows)
             return loss, overlap(some[None], jnp.exp(log_maps)[None])[0]
 
-        # The sum of H_ij exp(i (θ_j - θ_i)), conjugate, at unit size.
+        # The start is the conjugate of the sum of H_ij exp(i (θ_j - θ_i)), at unit size.
         mean_cos = target @ cos
         mean_sin = target @ sin
         start = jnp.stack([cos * mean_cos + sin * mean_sin, sin * mean_cos - cos * mean_sin])
@@ -179,10 +176,10 @@ def solve_coefficients(
         start = start / jnp.maximum(jnp.linalg.norm(start, axis=0, keepdims=True), 1e-6)
         factor, norm = minimize(loss_and_mass, start, jnp.float32(START_NORM), target_mass)
         maps = jax.nn.softmax(logits(factor, norm), axis=-1)
-        report = report_on_maps(target[None], maps[None], norm=norm)
+        report = report_on_maps(target[None], maps[None], norm=norm, wanted_mass=target_mass)
         return coefficients(factor, norm), report
 
-    # One after the other, since together they take more memory.
+    # Filters are solved for one after the other, since together they take more memory.
     angles = jnp.broadcast_to(angles, (len(targets), *angles.shape[1:]))
     found, reports = jax.lax.map(solve, (angles, targets))
     return found, jax.tree.map(jnp.mean, reports)

@@ -3,9 +3,11 @@
 Also the sin-cos position encoding, and what schemes do with the positions of a site.
 """
 
+from __future__ import annotations  # so that signatures show the names of checked types
+
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -50,41 +52,50 @@ class _Site:
         return self.grid[0] * self.grid[1]
 
 
-class Sizes(NamedTuple):
-    """Sizes of a stack of attention layers, without the arrays of a site."""
-
-    num_layers: int  # L
-    width: int  # D
-    num_heads: int  # h
-    head_dim: int  # d
-
-
 @dataclasses.dataclass(frozen=True)
 class AttentionStack(_Site):
-    """What the sites of attention have in common: a stack of equal layers over a grid of tokens."""
+    """Base of the sites of attention: a stack of equal layers over a grid of tokens."""
 
-    grid: Grid  # rows and columns of the image tokens, without class and register tokens
-    width: PositiveInt  # channels D of a token
-    num_heads: PositiveInt  # h
-    head_dim: PositiveInt  # channels d of one head
-    num_layers: PositiveInt  # L
-    qk_scale: PositiveFloat  # factor σ on query-key products before the softmax, usually d^-1/2
+    grid: Grid
+    width: PositiveInt
+    num_heads: PositiveInt
+    head_dim: PositiveInt
+    num_layers: PositiveInt
+    qk_scale: PositiveFloat
     base_init: Literal["timm", "pytorch"] = dataclasses.field(default="timm", kw_only=True)
 
     @property
-    def sizes(self) -> Sizes:
-        """The numbers of layers, channels, heads and channels of a head."""
-        return Sizes(self.num_layers, self.width, self.num_heads, self.head_dim)
+    def sizes(self) -> AttentionStack:
+        """The site without its arrays, as a static argument of jit, which must be hashable."""
+        fields = dataclasses.fields(AttentionStack)
+        return AttentionStack(**{field.name: getattr(self, field.name) for field in fields})
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSite(AttentionStack):
-    """Attention whose model adds positions to its tokens, as in ViT."""
+    """Attention whose model adds positions to its tokens, as in ViT.
 
-    # Encoding [N, D] that the model adds to its tokens, N = rows × cols in row-major order. Only
-    # trainable ones may be traced: `impulse` solves for the values of the others.
+    >>> positions = si.sincos_positions(grid=(8, 8), width=96)
+    >>> site = si.AttentionSite((8, 8), width=96, num_heads=3, head_dim=32, num_layers=12,
+    ...                         qk_scale=32**-0.5, positions=positions)
+
+    Args:
+      grid: Rows and columns of the N image tokens, in row-major order, without class and register
+        tokens.
+      width: Number of channels D of a token.
+      num_heads: Number of heads h.
+      head_dim: Number of channels d of a head.
+      num_layers: Number of layers L.
+      qk_scale: Factor σ on query-key products before the softmax, usually d^-1/2.
+      positions: Encoding [N, D] that the model adds to its tokens. Only trainable ones may be
+        traced: `impulse` solves for the values of the others.
+      positions_trainable: Whether the model uses `AttentionWeights.positions`.
+      base_init: Initialization of the model's own layers, as `default` draws it: 'timm', truncated
+        normal of standard deviation 0.02, or 'pytorch', uniform between ±(fan-in)^-1/2.
+    """
+
     positions: np.ndarray | jax.Array | None = None
-    positions_trainable: bool = False  # whether the model uses `AttentionWeights.positions`
+    positions_trainable: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -96,33 +107,17 @@ class AttentionSite(AttentionStack):
                 "register tokens"
             )
 
-    def require_positions(self) -> np.ndarray | jax.Array:
-        """Returns the positions, as NumPy if they are concrete.
-
-        Raises `InputError` if there are none, or if they are equal for all tokens or not finite.
-        """
-        if self.positions is None:
-            raise InputError(
-                "AttentionSite.positions=None: this scheme solves for attention to positions; pass "
-                "the model's position encoding, or use 'mimetic' or 'default'"
-            )
-        if not is_concrete(self.positions):
-            return self.positions
-        positions = np.asarray(self.positions)
-        if not 0 < np.ptp(positions.astype(np.float64), axis=0).max() < np.inf:
-            raise InputError(
-                "AttentionSite.positions are equal for all tokens or not finite: pass an encoding "
-                "that tells tokens apart, or use 'mimetic' or 'default'"
-            )
-        return positions
-
 
 @dataclasses.dataclass(frozen=True)
 class WindowSite(AttentionStack):
-    """Attention within windows, as in Swin; `grid` is the window.
+    """Attention within windows, as in Swin.
 
     Instead of positions the model adds a relative position bias to the logits, which a scheme sets
-    with `AttentionWeights.bias`.
+    with `AttentionWeights.bias`. `grid` is (rows, cols) of a window; the other arguments are those
+    of `AttentionSite`.
+
+    >>> site = si.WindowSite((7, 7), width=96, num_heads=3, head_dim=32, num_layers=2,
+    ...                      qk_scale=32**-0.5)
     """
 
 
@@ -132,11 +127,21 @@ class RotarySite(AttentionStack):
 
     The rotation by the angle θ takes the channels (a, b) of a pair to
     (a cos θ - b sin θ, b cos θ + a sin θ).
+
+    >>> angles = si.rotary_angles(grid=(8, 8), head_dim=32)
+    >>> site = si.RotarySite((8, 8), width=96, num_heads=3, head_dim=32, num_layers=12,
+    ...                      qk_scale=32**-0.5, angles=angles)
+
+    Args:
+      angles: Rotation [L, h, N, d / 2] of each pair of channels in radians, with 1 in place of L or
+        h if all layers or heads share it.
+      pairs: Channels that are rotated together: 2 k and 2 k + 1 if 'interleaved', k and k + d / 2
+        if 'halves'.
+
+    The other arguments are those of `AttentionSite`.
     """
 
-    # Rotation [L, h, N, d / 2] of each pair of channels in radians; 1 for L or h if all share it.
     angles: np.ndarray | jax.Array = dataclasses.field(kw_only=True)
-    # Channels that are rotated together: 2 k and 2 k + 1, or k and k + d / 2.
     pairs: Literal["interleaved", "halves"] = dataclasses.field(default="interleaved", kw_only=True)
 
     def __post_init__(self):
@@ -181,38 +186,48 @@ class SolveReport(NamedTuple):
       loss: Mean squared difference between target and attention map.
       target_mass: Attention on the target, averaged over the rows that have one (an impulse row
         has none if its neighbor is off the grid). A uniform map has 1 / N on an impulse.
+      wanted_mass: The scheme's option `target_mass`; 0 if a scheme has none, or gives it exactly.
       hit_rate: Fraction of those rows whose strongest attention is where the target is strongest.
       norm: Root mean square norm of the columns of a head's Q and K: the geometric mean of both.
     """
 
     loss: Float[Array, ""]
     target_mass: Float[Array, ""]
+    wanted_mass: Float[Array, ""]
     hit_rate: Float[Array, ""]
     norm: Float[Array, ""]
 
 
 class AttentionWeights(NamedTuple):
-    """Initial weights for an `AttentionSite`, laid out as Flax's `MultiHeadAttention` kernels.
+    """Initial weights of attention layers, laid out as Flax's `MultiHeadAttention` kernels.
 
     None leaves the model's own initialization. Biases without a field keep theirs, except that
     `interop` zeroes the biases of the projections that it sets.
+
+    Attributes:
+      out: Kernel of the output projection.
+      positions: Values of a trainable position encoding, without class and register tokens.
+      filter_index: Index of each head's filter in `targets`, for the first l ≤ L layers; the others
+        have none.
+      targets: The filters as maps, for analysis.
+      bias: Relative position bias of a `WindowSite`, R = (2 rows - 1) (2 cols - 1), in timm's order
+        (`targets.relative_index`).
+      position_scale: Factor on the model's own trainable positions, those of class and register
+        tokens included.
+      patch_bias: Bias of the patch embedding, for a `RotarySite`.
     """
 
     query: Float[Array, "L D h d"] | None = None
     key: Float[Array, "L D h d"] | None = None
     value: Float[Array, "L D h d"] | None = None
-    out: Float[Array, "L h d D"] | None = None  # the output projection
-    positions: Float[Array | np.ndarray, "N D"] | None = None  # of a trainable position encoding
+    out: Float[Array, "L h d D"] | None = None
+    positions: Float[Array | np.ndarray, "N D"] | None = None
     report: SolveReport | None = None
-    # Index of each head's filter in `targets`, for the first l ≤ L layers; the others have none.
     filter_index: Int[Array, "l h"] | None = None
-    targets: Float[Array | np.ndarray, "F N N"] | None = None  # the filters as maps, for analysis
-    # Relative position bias of a `WindowSite`, R = (2 rows - 1) (2 cols - 1), in timm's order
-    # (`targets.relative_index`).
+    targets: Float[Array | np.ndarray, "F N N"] | None = None
     bias: Float[Array, "L R h"] | None = None
-    # Factor on the model's own trainable positions, class token and registers included.
     position_scale: float | Float[Array, ""] | None = None
-    patch_bias: Float[Array, " D"] | None = None  # of the patch embedding
+    patch_bias: Float[Array, " D"] | None = None
 
 
 class TokenMixingWeights(NamedTuple):
@@ -232,8 +247,14 @@ class ConvWeights(NamedTuple):
 
 Site = AttentionSite | RotarySite | WindowSite | TokenMixingSite | ConvSite
 Weights = AttentionWeights | TokenMixingWeights | ConvWeights
-AttentionInit = Callable[[jax.Array, Site], Weights]
-"""Function `(rng, site) -> weights`: pure, and traceable by jit, vmap and eval_shape."""
+
+
+@runtime_checkable
+class AttentionInit(Protocol):
+    """Function `(rng, site) -> weights`: pure, and traceable by jit, vmap and eval_shape."""
+
+    def __call__(self, rng: jax.Array, site: Site, /) -> Weights:
+        """Draws the initial weights of a site."""
 
 
 # -- positions -------------------------------------------------------------------------------------
@@ -248,6 +269,9 @@ def sincos_positions(
     cos y, cos x and frequencies 10,000^(-4 i / D), i = 0 … D/4 - 1. 'big_vision' has channels
     sin x, cos x, sin y, cos y and frequencies 10,000^(-i / (D/4 - 1)). Raises `InputError` unless
     the width D is a multiple of 4 and at least 8.
+
+    >>> si.sincos_positions(grid=(14, 14), width=192).shape
+    (196, 192)
     """
     if width % 4 or width < 8:
         raise InputError(
@@ -281,32 +305,28 @@ def trained_positions(site: AttentionStack, *, replace: bool, scale: float) -> d
     return dict(position_scale=scale) if scale != 1 else {}
 
 
-def rescale(
-    weights: AttentionWeights,
-    site: AttentionStack,
-    *,
-    replace_positions: bool = False,
-    position_scale: float = 1.0,
-    query_key_scale: float = 1.0,
-    value_scale: float = 1.0,
-) -> AttentionWeights:
-    """Multiplies Q, K, V and projection by factors, and sets or scales positions."""
-    return AttentionWeights(
-        query_key_scale * weights.query,
-        query_key_scale * weights.key,
-        value_scale * weights.value,
-        value_scale * weights.out,
-        **trained_positions(site, replace=replace_positions, scale=position_scale),
-    )
-
-
 def start_positions(
     site: AttentionSite, new: Mapping[str, Any]
 ) -> Float[Array | np.ndarray, "N D"]:
-    """Returns the positions that a model starts with, given its `trained_positions`."""
-    if "positions" in new:
-        return new["positions"]
-    return new.get("position_scale", 1) * site.require_positions()
+    """Returns the positions that a model starts with, given its `trained_positions`.
+
+    They are NumPy's if this process can read them. Raises `InputError` if there are none, or if
+    they are equal for all tokens or not finite.
+    """
+    positions = new.get("positions", site.positions)
+    if positions is None:
+        raise InputError(
+            "AttentionSite.positions=None: this scheme solves for attention to positions; pass "
+            "the model's position encoding, or use 'mimetic' or 'default'"
+        )
+    if is_concrete(positions):
+        positions = np.asarray(positions)
+        if not 0 < np.ptp(positions.astype(np.float64), axis=0).max() < np.inf:
+            raise InputError(
+                "AttentionSite.positions are equal for all tokens or not finite: pass an encoding "
+                "that tells tokens apart, or use 'mimetic' or 'default'"
+            )
+    return new.get("position_scale", 1) * positions
 
 
 def layer_norm(x: Float[Array | np.ndarray, "N D"], epsilon: float = 1e-6):

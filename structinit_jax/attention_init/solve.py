@@ -1,10 +1,7 @@
 """Solves for query and key factors whose softmax maps come closest to given targets.
 
-With X = Z Bᵀ (Z [N, r], B [D, r] orthonormal), the map softmax(σ X Q Kᵀ Xᵀ) depends only on BᵀQ
-and BᵀK. A sin-cos encoding has rank r of about 20 at any width, so factors [r, k], k = min(d, r),
-are solved for instead of [D, d], once for each distinct filter.
-
-`minimize` and the comparison of maps with targets serve all kinds of attention.
+`absolute` explains the factors BᵀQ and BᵀK [r, k], k = min(d, r), that are solved for. `minimize`
+and the comparison of maps with targets serve all kinds of attention.
 """
 
 import functools
@@ -24,13 +21,16 @@ from structinit_jax.errors import InputError
 # Maps with less mass on their targets than `sharp_mass` are those of that mass with weaker logits:
 # solved for directly, fewer of their rows would peak on the target.
 SHARP_MASS = 0.2
-SOFTEN_STEPS = 20  # bisections of the norm
-MIN_HIT_RATE = 0.75  # below it, a warning says that the targets are out of reach
+SOFTEN_STEPS = 20  # The norm is bisected so often.
+# Below this hit rate or fraction of the wanted mass, a warning says that targets are out of reach.
+MIN_HIT_RATE = 0.75
+MIN_MASS = 0.95
 # Directions weaker than this, relative to the strongest, cannot move a map at a reasonable norm.
 RANK_TOLERANCE = 1e-4
-START_REGULARIZATION = 1e-3  # of the pseudo-inverse, relative to the strongest direction
-# Rows of the maps in the loss. All rows of a filter pose the same problem at different places, so
-# on a larger grid an evenly spaced subset determines the solution.
+# The pseudo-inverse of the start is regularized by this, relative to the strongest direction.
+START_REGULARIZATION = 1e-3
+# All rows of a filter pose the same problem at different places, so on a larger grid an evenly
+# spaced subset of so many rows determines the solution.
 MAX_ROWS = 1024
 # Adam needs about as many evaluations of the loss as L-BFGS with a line search, and compiles in a
 # third of the time.
@@ -43,8 +43,8 @@ EPSILON = 1e-12
 # the mass, to this power. With larger ones, the norm grows faster than the directions turn, and
 # narrow heads end with maps that peak on wrong tokens.
 ODDS_EXPONENT = 0.1
-# Bounds of the norm, relative to the start. If Q and K are scaled up much further, their maps peak
-# on the wrong tokens.
+# The norm stays within these bounds, relative to the start. If Q and K are scaled up much further,
+# their maps peak on the wrong tokens.
 NORM_CHANGE = (1 / 16, 8.0)
 
 
@@ -152,12 +152,12 @@ def solve(
 
     def loss_and_mass(factors, norm):
         found = maps(factors, norm)
-        # Summed, so that the gradient of one filter does not shrink with the number of filters.
+        # With a sum, the gradient of one filter does not shrink with the number of filters.
         loss = jnp.mean((targets - found) ** 2, axis=(1, 2)).sum()
         return loss, overlap(targets, found)
 
     norm = jnp.full(len(targets), norm, jnp.float32)
-    # At unit norm, so that step sizes mean the same at any norm of the weights.
+    # The factors have unit norm, so that step sizes mean the same at any norm of the weights.
     factors = tuple(at_norm(factor, jnp.ones_like(norm)) for factor in start)
     solved_mass = None if target_mass is None else np.float32(max(target_mass, sharp_mass))
     factors, norm = minimize(
@@ -172,7 +172,8 @@ def solve(
             return jnp.where(above, low, middle), jnp.where(above, middle, high)
 
         _, norm = jax.lax.fori_loop(0, SOFTEN_STEPS, halve, (jnp.zeros_like(norm), norm))
-    report = report_on_maps(targets, maps(factors, norm), norm=norm.mean())
+    found = maps(factors, norm)
+    report = report_on_maps(targets, found, norm=norm.mean(), wanted_mass=target_mass or 0.0)
     return at_norm(factors[0], norm), at_norm(factors[1], norm), report
 
 
@@ -181,9 +182,10 @@ def require_above_uniform(target_mass: float, targets: Float[np.ndarray, "F N N"
     rows = (targets.max(axis=-1) > 0).sum(axis=-1)
     uniform = float((np.minimum(targets, 1 / targets.shape[-1]).sum(axis=(1, 2)) / rows).max())
     if target_mass <= uniform:
+        larger = "target_mass" if uniform < 0.99 else "grid, or filters with fewer taps"
         raise InputError(
             f"target_mass={target_mass:.3g}, but uniform attention has {uniform:.3g} on these "
-            "targets: pass a larger target_mass"
+            f"targets: pass a larger {larger}"
         )
 
 
@@ -255,25 +257,30 @@ def find_hits(
     return has_target & (at_peak == strongest), has_target
 
 
-def report_on_maps(targets, maps, *, norm) -> SolveReport:
-    """Compares maps with targets, both [F, n, m]; `norm` is copied into the report."""
+def report_on_maps(targets, maps, *, norm, wanted_mass=0.0) -> SolveReport:
+    """Compares maps with targets, both [F, n, m]; the other arguments are copied to the report."""
     hits, has_target = find_hits(targets, maps)
     return SolveReport(
         loss=jnp.mean((targets - maps) ** 2),
         target_mass=jnp.mean(overlap(targets, maps)),
+        wanted_mass=jnp.asarray(wanted_mass, jnp.float32),
         hit_rate=jnp.sum(hits, dtype=jnp.float32) / jnp.sum(has_target, dtype=jnp.float32),
         norm=jnp.asarray(norm, jnp.float32),
     )
 
 
 def reach_warning(report: SolveReport) -> str | None:
-    """Returns a warning if too few rows peak on their target, else None."""
-    if not report.hit_rate < MIN_HIT_RATE:  # NaN if all layers attend to similar tokens
+    """Returns a warning if the maps are far from their targets, else None."""
+    _, mass, wanted, hit_rate, _ = map(float, report)
+    if hit_rate < MIN_HIT_RATE:
+        found = f"only {100 * hit_rate:.0f} % of the attention rows peak on their target"
+    elif mass < MIN_MASS * wanted:
+        found = f"the targets get {mass:.3g} of the attention, less than target_mass={wanted:.3g}"
+    else:
         return None
     return (
-        f"only {100 * float(report.hit_rate):.0f} % of the attention rows peak on their target: use"
-        " fewer heads (so that each has more channels), a smaller kernel, or for impulse_2025 a new"
-        " model with learned positions"
+        f"{found}: use fewer heads (so that each has more channels), a smaller kernel or target "
+        "mass, or for impulse_2025 a new model with learned positions"
     )
 
 

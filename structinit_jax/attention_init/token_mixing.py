@@ -48,7 +48,7 @@ from structinit_jax.attention_init.targets import (
 )
 from structinit_jax.errors import InputError
 
-CORRELATION = 0.9  # between neighbors; the exact value hardly matters
+CORRELATION = 0.9  # The exact value hardly matters.
 
 
 def mlp_mimetic(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
@@ -142,7 +142,7 @@ def conv_impulse_2024(rng: PRNGKeyArray, site: ConvSite, *, taps: int) -> ConvWe
     size = site.kernel_size
     if taps > size**2:
         raise InputError(f"taps={taps} must be at most {size**2} for this ConvSite")
-    filter_rng, _ = jax.random.split(rng)  # not `rng`, which would change the filters of a seed
+    filter_rng, _ = jax.random.split(rng)  # `rng` itself would change the filters of a seed
     uniform = jax.random.uniform(filter_rng, (site.num_layers, site.width, size**2))
     filters = jnp.where(jnp.argsort(uniform, axis=-1) < taps, (taps * size) ** -0.5, 0.0)
     return ConvWeights(jnp.moveaxis(filters, 1, -1).reshape(-1, size, size, site.width))

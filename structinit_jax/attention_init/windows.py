@@ -5,6 +5,7 @@ near zero, the softmax of the bias alone is the map, in every window: no positio
 `mimetic` and `default` leave the bias to the model.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -15,7 +16,7 @@ from jaxtyping import Float, PRNGKeyArray
 from structinit_jax.attention_init.draws import base_weights
 from structinit_jax.attention_init.near_identity import value_and_projection
 from structinit_jax.attention_init.sites import AttentionWeights, WindowSite
-from structinit_jax.attention_init.solve import report_on_maps, require_above_uniform
+from structinit_jax.attention_init.solve import report_on_maps
 from structinit_jax.attention_init.targets import (
     FilterArray,
     assign,
@@ -26,7 +27,7 @@ from structinit_jax.attention_init.targets import (
 )
 from structinit_jax.errors import InputError
 
-BISECTIONS = 50  # enough for the precision of float64
+BISECTIONS = 50  # They suffice for the precision of float64.
 
 
 def impulse(
@@ -45,7 +46,8 @@ def impulse(
     0.50. Rows with the whole kernel inside the window have exactly the target mass; an impulse
     without its neighbor leaves the row uniform. The mask of a shifted block leaves fewer tokens in
     a row, so the target gets more of the attention. Kernels without an offset inside the window are
-    not assigned to heads. The report describes the bias maps of all other kernels.
+    not assigned to heads. The report describes the bias maps of all other kernels. In a window so
+    small that uniform attention has the target mass already, the bias is zero.
     """
     kernels = filter_kernels(site.grid, kernel_size, filters, dilation)
     fitting = np.flatnonzero(kernels.sum(axis=(1, 2)) > 0)
@@ -55,21 +57,19 @@ def impulse(
             "weight near their center"
         )
     targets = normalize_rows(convolution_maps(kernels, site.grid))
-    if targets.shape[-1] > 1:
-        require_above_uniform(target_mass, targets[fitting])
     table = bias_of_kernels(kernels[fitting], site.grid, target_mass)
-    weights = _draw_weights(rng, table, targets[fitting], grid=site.grid, sizes=site.sizes)
+    weights = _draw_weights(rng, table, targets[fitting], sizes=site.sizes)
     filter_index = jnp.asarray(fitting, jnp.int32)[weights.filter_index]
     return weights._replace(filter_index=filter_index, targets=targets)
 
 
-@functools.partial(jax.jit, static_argnames=("grid", "sizes"))
-def _draw_weights(rng, table, targets, *, grid, sizes):
+@functools.partial(jax.jit, static_argnames="sizes")
+def _draw_weights(rng, table, targets, *, sizes):
     """Draws the weights of all layers, given biases [F, R] and their target maps [F, n, n]."""
     order_rng, qk_rng, vo_rng = jax.random.split(rng, 3)
     filter_index = assign(order_rng, (sizes.num_layers, sizes.num_heads), len(table))
-    query, key, *_ = base_weights(qk_rng, sizes, "timm")
-    maps = jax.nn.softmax(table[:, relative_index(grid)], axis=-1)
+    query, key, *_ = base_weights(qk_rng, dataclasses.replace(sizes, base_init="timm"))
+    maps = jax.nn.softmax(table[:, relative_index(sizes.grid)], axis=-1)
     norm = jnp.sqrt(jnp.mean(jnp.stack([query, key]) ** 2) * sizes.width)
     report = report_on_maps(targets, maps, norm=norm)
     bias = jnp.swapaxes(table[filter_index], 1, 2)
@@ -87,8 +87,8 @@ def bias_of_kernels(
     For n tokens, kernel values w of sum 1 and a mixture of m kernel and 1 - m uniform, attention at
     an offset is m w + (1 - m) / n, which is a bias of ln(1 + n w m / (1 - m)). The mixture m is
     chosen so that the overlap with the kernel, the sum of min(w, m w + (1 - m) / n), is the target
-    mass p. For an impulse the bias is ln((n - 1) p / (1 - p)) at the offset. Kernels must be
-    nonnegative.
+    mass p, or 0 if uniform attention has more. For an impulse the bias is ln((n - 1) p / (1 - p))
+    at the offset. Kernels must be nonnegative.
     """
     offsets = kernels.astype(np.float64)
     weights = (offsets / offsets.sum(axis=(1, 2), keepdims=True)).reshape(len(kernels), -1)

@@ -26,7 +26,6 @@ from structinit_jax.training.train import PREEMPTED_EXIT_CODE, train
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 LOG = "log.txt"
-STOPPED = "stopped; all checkpoints are complete: run the same command again to resume"
 
 
 def run_grid(
@@ -47,31 +46,30 @@ def run_grid(
 
     Raises:
       InputError: A setting cannot be trained, or the workdir holds a comparison that disagrees, or
-        runs of other settings under the same names.
+        runs that its `compare.json` does not list.
       StoppedError: A signal stopped the runs, or the disk is full.
     """
     command_line.use_compilation_cache()  # through which runs share programs
     workdir = workdir_lib.prepare_workdir(workdir)
+    rows = rows or {}
     new = {}
     for name, config in settings.items():
-        row = rows[name] if rows else {}
+        row = rows.get(name, {})
         new[name] = describe_setting(name, config) | {
             "seeds": list(seeds),
             "published": row.get("published", ""),
             "note": row.get("note", ""),
         }
-    baselines = {name: rows[name]["baseline"] for name in settings} if rows else None
     with files.report_full_disk(workdir):
         with workdir_lib.lock_workdir(workdir):
             info = _merge(workdir, new, settings)
-            info["baselines"] |= baselines or find_baselines(settings)
+            info["baselines"] |= find_baselines(settings)
+            info["baselines"] |= {name: row["baseline"] for name, row in rows.items()}
             machines = dict.fromkeys([*info["machine"].split("\n\n"), _describe_machine()])
             info["machine"] = "\n\n".join(filter(None, machines))
             files.write_atomically(workdir / records.GRID, json.dumps(info, indent=1) + "\n")
         try:
             return _train_all(workdir, info, settings, seeds)
-        except KeyboardInterrupt:
-            raise StoppedError(STOPPED, PREEMPTED_EXIT_CODE) from None
         finally:
             report.write_report(workdir)
 
@@ -89,11 +87,10 @@ def describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
         build.make_step(config, model, optimizer, schedule.learning_rate)
         if (file := config.start_from) and not Path(file).expanduser().is_file():
             raise InputError(f"config.start_from={file!r} is no file")
-        sources = {
-            f"{data.name} {data.train_split}": train_source,
-            f"{data.name} {data.eval_split}": eval_source,
+        digests = {
+            f"{data.name} {data.train_split}": digest(train_source, dataset.class_names),
+            f"{data.name} {data.eval_split}": digest(eval_source, dataset.class_names),
         }
-        digests = {k: digest(source, dataset.class_names) for k, source in sources.items()}
     return {
         "config": json.loads(config.to_json()),
         "data": digests,
@@ -158,26 +155,25 @@ def _train_all(workdir, info, settings, seeds) -> int:
             print(label, f"done before, {run.result}", flush=True)
             continue
         run.folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.ExitStack() as locked:
-            try:
-                locked.enter_context(workdir_lib.lock_workdir(run.folder.parent))
-            except InputError:
-                print(label, "another process trains this setting", flush=True)
-                continue
-            print(label, "started", flush=True)
-            _train(settings[name], run, label, stop)
+        try:
+            with workdir_lib.lock_workdir(run.folder.parent):
+                _train(settings[name], run, label, stop)
+        except InputError:  # of the lock: those of the run are recorded
+            print(label, "another process trains this setting", flush=True)
+            continue
         run = records.SeedRun(workdir, name, seed, facts)
         trained += 1
         failed += run.status != "done"
         left = (time.perf_counter() - began) / trained * (len(runs) - number)
         print(label, f"{run.result}; about {format_duration(left)} left", flush=True)
         if stop.reached(0):  # by a signal during the last step
-            raise KeyboardInterrupt
+            raise StoppedError("stopped: run the same command again to resume", PREEMPTED_EXIT_CODE)
     return failed
 
 
 def _train(config, run, label, stop):
     """Trains a run, with its output in `log.txt`, and records the error if it fails."""
+    print(label, "started", flush=True)
     config = config.copy_and_resolve_references()
     config.seed = run.seed
     terminal = sys.stdout

@@ -29,7 +29,7 @@ from structinit_jax.models.model import ModelConfig
 class TransformerConfig(ModelConfig):
     """Fields of the families whose stacks are `Block`s."""
 
-    mlp_ratio: PositiveFloat = 4.0  # hidden width of the MLP over D
+    mlp_ratio: PositiveFloat = 4.0
 
 
 class Attention(nnx.Module):
@@ -68,7 +68,7 @@ class Attention(nnx.Module):
             key = rotate(key, angles)
         y = dot_product_attention(query, key, value, bias)
         maps = {}
-        if with_maps:  # computed again in float32, since `dot_product_attention` returns none
+        if with_maps:  # They are computed again in float32: the call above returns none.
             wide = (jnp.swapaxes(x.astype(jnp.float32), 1, 2) for x in (query, key))
             maps = {"attention_maps": jax.nn.softmax(_logits(*wide, bias))}
         return self.out(y), maps
@@ -156,7 +156,7 @@ def _attend_with_cudnn(query, key, value):
     query, key, value = (
         checkpoint_name(jnp.pad(x, padding), RESIDUAL) for x in (query, key, value)
     )
-    # Lengths even where nothing is padded: without, cuDNN's gradients can be NaN unless tokens fill
+    # Without lengths, even where nothing is padded, cuDNN's gradients can be NaN unless tokens fill
     # its tiles (issues 160 and 1072 of NVIDIA/cudnn-frontend). They are constant, but depend on the
     # queries to be batched and sharded with them, without which JAX's vmap fails.
     lengths = jnp.where(query[:, 0, 0, 0] > 0, np.int32(num_tokens), np.int32(num_tokens))
@@ -182,7 +182,7 @@ def _attend_with_xla(query, key, value, bias=None):
 
 
 def _attend_forward(query, key, value, bias):
-    # Heads first, since the products over tokens are slow on CPUs in any other layout.
+    # Heads come first, since the products over tokens are slow on CPUs in any other layout.
     query, key, value = (
         checkpoint_name(jnp.swapaxes(x, 1, 2), RESIDUAL) for x in (query, key, value)
     )
@@ -190,7 +190,7 @@ def _attend_forward(query, key, value, bias):
     largest = logits.max(axis=-1, keepdims=True)
     exponentials = jnp.exp(logits - largest)
     total = exponentials.sum(axis=-1, keepdims=True)
-    # Divided by the sum after the product, which has d columns instead of M.
+    # The sum divides the product rather than the maps, d columns instead of M.
     y = jnp.einsum(
         "bhnm,bhmd->bhnd",
         exponentials.astype(value.dtype),

@@ -24,15 +24,13 @@ class FixedWeight(nnx.Variable):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvMixerConfig(ModelConfig):
-    """Fields of a `ConvMixer`. `base_init` makes no difference: timm keeps PyTorch's defaults."""
+    """Fields of a `ConvMixer`."""
 
     image_size: int | tuple[int, int] = 32
     patch_size: PositiveInt = 2
-    width: PositiveInt = 256  # D
-    depth: PositiveInt = 8  # L, the number of blocks
-    # f of the depthwise convolutions; an even one reaches farther down and to the right.
+    width: PositiveInt = 256
+    depth: PositiveInt = 8
     kernel_size: PositiveInt = 5
-    # "fixed" filters and their biases keep their initial values.
     spatial_filters: Literal["trained", "fixed"] = "trained"
 
 
@@ -42,11 +40,22 @@ class ConvMixer(Model):
     In training (a call with `rng`), activations are normalized by the statistics of the batch (the
     global batch, under `jit` over a mesh), and the running statistics are updated in place.
     Evaluation uses the running statistics.
+
+    >>> sizes = dict(image_size=32, channels=3, num_classes=10, width=16, depth=2)
+    >>> model = si.ConvMixer(**sizes, attention_init=si.impulse_2024(), rngs=nnx.Rngs(0))
+
+    Args:
+      depth: Number of blocks L.
+      kernel_size: Kernel size f of the depthwise convolutions. An even one reaches farther down and
+        to the right.
+      spatial_filters: 'trained', or 'fixed': the filters and their biases are not trained.
+
+    `Model.__init__` describes the other arguments.
     """
 
     Config = ConvMixerConfig
 
-    # timm's names, and the 2024 paper's CIFAR-10 models (table 4; also with kernel sizes 3 and 8).
+    # The last three are the 2024 paper's CIFAR-10 models (table 4; also with kernel sizes 3 and 8).
     # Depth 6 for width 512 is the program's; the paper's text says 8.
     VARIANTS: ClassVar = {
         "convmixer_1024_20_ks9_p14": _IMAGENET | dict(patch_size=14, width=1024),
@@ -59,7 +68,7 @@ class ConvMixer(Model):
     def _make_layers(self, channels: int, rngs: nnx.Rngs) -> None:
         config = self.config
         width = config.width
-        token_grid(config.image_size, config.patch_size)  # only to raise if patches do not fit
+        token_grid(config.image_size, config.patch_size)  # It raises unless patches fill the image.
         options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
         self.patch_embedding = layers.PatchEmbedding(config.patch_size, channels, width, **options)
         self.stem_norm = BatchNorm(width)

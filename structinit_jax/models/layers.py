@@ -23,7 +23,7 @@ from structinit_jax.errors import InputError
 Rng = PRNGKeyArray | None
 
 
-# `jax.checkpoint` name of arrays that a training step keeps in addition to products.
+# A training step keeps arrays of this `jax.checkpoint` name in addition to products.
 RESIDUAL = "residual"
 
 
@@ -127,7 +127,7 @@ class PatchEmbedding(nnx.Module):
                 f"images have shape {images.shape}, but the model was built for patches of size "
                 f"{p}, {rows} down and {cols} across, and {model_channels} channels"
             )
-        # In two steps, as a batch that is split over an explicit mesh needs it.
+        # A batch that is split over an explicit mesh needs these two steps instead of one.
         patches = images.reshape(batch, rows, p, width, channels)
         patches = patches.reshape(batch, rows, p, cols, p, channels)
         kernel = self.kernel[...].astype(self.dtype)
@@ -164,12 +164,14 @@ class PreNormBlock(StackedBlock):
     """A residual block: x + mix(norm1(x)), then x + mlp(norm2(x)).
 
     A subclass creates `norm1`, `norm2` and `mlp`, and defines `mix(x, **mix_options)`, which
-    returns the mixed tokens and a dict of further intermediates such as maps.
+    returns the mixed tokens, the intermediate `mix_name`, and a dict of further ones such as maps.
+    With LayerScale (Touvron et al. 2021), trained factors [D] multiply the outputs of `mix`
+    (`scale1`) and `mlp` (`scale2`).
     """
 
-    mix_name: ClassVar[str]  # of the output of `mix` among the block's intermediates
-    scale1: nnx.Param | None = None  # trained factor [D] on the output of `mix`
-    scale2: nnx.Param | None = None  # and of `mlp` (LayerScale, Touvron et al. 2021)
+    mix_name: ClassVar[str]
+    scale1: nnx.Param | None = None
+    scale2: nnx.Param | None = None
 
     def __call__(
         self,

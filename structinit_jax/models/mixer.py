@@ -17,12 +17,12 @@ from structinit_jax.models.model import Model, ModelConfig, make_stack, run_stac
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixerConfig(ModelConfig):
-    """Fields of an `MlpMixer`. `drop_path` is the rate of every block, as in timm."""
+    """Fields of an `MlpMixer`."""
 
-    width: PositiveInt = 512  # D
-    depth: PositiveInt = 8  # L, the number of blocks
-    token_mlp_ratio: PositiveFloat = 0.5  # hidden width of the token-mixing MLP over D (not over N)
-    mlp_ratio: PositiveFloat = 4.0  # hidden width of the channel MLP over D
+    width: PositiveInt = 512
+    depth: PositiveInt = 8
+    token_mlp_ratio: PositiveFloat = 0.5
+    mlp_ratio: PositiveFloat = 4.0
 
 
 class MlpMixer(Model):
@@ -33,6 +33,16 @@ class MlpMixer(Model):
 
     Use base_init='pytorch' for gray patches of one pixel: without biases, all embedded pixels are
     multiples of one vector, of which LayerNorm leaves only the sign.
+
+    >>> sizes = dict(image_size=32, patch_size=8, channels=3, num_classes=10, width=16, depth=2)
+    >>> model = si.MlpMixer(**sizes, rngs=nnx.Rngs(0))
+
+    Args:
+      depth: Number of blocks L.
+      token_mlp_ratio: Hidden width of the token-mixing MLP over D (not over N).
+      mlp_ratio: Hidden width of the channel MLP over D.
+
+    `Model.__init__` describes the other arguments.
     """
 
     Config = MixerConfig

@@ -6,6 +6,8 @@ layer axis on each variable.
 """
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -42,8 +44,7 @@ def _keep_costly(primitive, *args, **params):
 _COSTLY = ("conv_general_dilated", "dot_product_attention_fwd_wrapper")
 _KEEP_LINEAR = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 _KEEP_NAMED = jax.checkpoint_policies.save_only_these_names(RESIDUAL)
-# By the values of `remat`, fastest first.
-REMAT_POLICIES = {
+REMAT_POLICIES = {  # The first is the fastest, the last needs the least memory.
     "none": _keep_costly,
     "dots": _KEEP_LINEAR,
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -52,24 +53,22 @@ REMAT_POLICIES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Fields that every family has. In a run's config, `image_size` is in the section `data`."""
+    """Fields of every family (see `Model.__init__`). A run's `image_size` is in `config.data`."""
 
-    image_size: PositiveInt | tuple[PositiveInt, ...] = 224  # in pixels, or (height, width)
+    image_size: PositiveInt | tuple[PositiveInt, ...] = 224
     num_classes: PositiveInt = 1000
-    patch_size: PositiveInt = 16  # side of a patch in pixels
-    width: PositiveInt = 192  # D, the number of channels
-    drop_path: Fraction = 0.0  # rate of the last block, linear from 0; in MLP-Mixer of all blocks
-    # Initial weights: "timm" as in timm's model, "pytorch" the defaults of PyTorch's layers.
+    patch_size: PositiveInt = 16
+    width: PositiveInt = 192
+    drop_path: Fraction = 0.0
     base_init: Literal["timm", "pytorch"] = "timm"
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation, not of parameters
-    # What the training step recomputes to save memory, from little to much (see `run_stack`).
+    dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Literal["none", "dots", "full"] = "none"
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> "ModelConfig":
-        """Returns the config with these fields; raises `InputError` for an invalid one."""
-        fields = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}  # of JSON
-        check_fields(cls, fields, "")
+        """Returns the config with these fields, lists of JSON as tuples, or raises `InputError`."""
+        fields = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+        check_fields(cls, fields)
         return cls(**fields)
 
 
@@ -77,21 +76,23 @@ class Model(nnx.Module):
     """Base class of the model families.
 
     A family defines `Config`, `_make_layers(channels, rngs)`, which creates the layers that
-    `self.config` describes, `sites` and `__call__`. A class of your own may instead define a
-    constructor and a static method `default_config`, in place of the first two.
-
-    Args:
-      channels: Number of channels of the images.
-      attention_init: Scheme for the initial weights of the stacks. None keeps the family's own.
-      rngs: Random streams. Initial weights are drawn from the stream `params`.
-      **fields: Fields of `Config`.
-
-    Raises:
-      InputError: A field is invalid, or the sizes or the scheme do not fit.
+    `self.config` describes, `sites` and `__call__`, and may give changes to the defaults names in
+    `VARIANTS`. A class of your own may instead define a constructor and a static method
+    `default_config`, in place of the first two.
     """
 
-    Config: ClassVar[type[ModelConfig]]
-    VARIANTS: ClassVar[Mapping[str, dict[str, Any]]] = {}  # named changes to the defaults
+    Config: ClassVar[type[ModelConfig]] = ModelConfig
+    VARIANTS: ClassVar[Mapping[str, dict[str, Any]]] = {}
+
+    def __init_subclass__(cls, **options):
+        """Sets the signature, of which NNX's metaclass shows only (*args, **kwargs)."""
+        super().__init_subclass__(**options)
+        _, *parameters = inspect.signature(cls.__init__).parameters.values()
+        if cls.__init__ is Model.__init__:  # The fields replace **fields, which comes last.
+            by_name = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+            fields = [by_name(f.name, default=f.default) for f in dataclasses.fields(cls.Config)]
+            parameters = fields + parameters[:-1]
+        cls.__signature__ = inspect.Signature(parameters)
 
     def __init__(
         self,
@@ -101,6 +102,26 @@ class Model(nnx.Module):
         rngs: nnx.Rngs,
         **fields,
     ):
+        """Creates the layers and draws their initial weights.
+
+        Raises `InputError` if a field is invalid, or if the sizes or the scheme do not fit.
+
+        Args:
+          image_size: Side of the images in pixels, or (height, width).
+          num_classes: Number of classes.
+          patch_size: Side of a patch in pixels.
+          width: Number of channels D of a token.
+          drop_path: Rate of the last block, linear from 0; in MLP-Mixer of all blocks.
+          base_init: Initial weights, 'timm' as in timm's model or 'pytorch', the defaults of
+            PyTorch's layers, which timm keeps in ConvMixer.
+          dtype: Type of the computation, 'float32' or 'bfloat16'. Parameters are float32.
+          remat: What the training step recomputes to save memory, from little to much: 'none',
+            'dots' or 'full' (see `run_stack`).
+          channels: Number of channels of the images.
+          attention_init: Scheme for the initial weights of the stacks. None keeps the family's own.
+          rngs: Random streams. Initial weights are drawn from the stream `params`.
+          **fields: The fields above, and those that the family's docstring describes.
+        """
         self.config = self.Config.from_fields(fields)
         self._make_layers(channels, rngs)
         if attention_init is not None:
@@ -247,7 +268,7 @@ def run_stack(
     )
     x, outs = jax.lax.scan(step, x, steps)
     outs = jax.tree.map(lambda leaf: leaf.reshape(whole, *leaf.shape[2:]), outs)
-    for i in range(whole, depth):  # an incomplete last cycle
+    for i in range(whole, depth):  # The last cycle may be incomplete.
         x, last = run_block(x, take(layers, i), cycle[i - whole])
         outs = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), outs, last)
     out, statistics = outs

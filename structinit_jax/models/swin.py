@@ -18,9 +18,9 @@ from structinit_jax.models.layers import Rng
 from structinit_jax.models.model import Model, image_sides, make_stack, run_stack
 
 Sides = tuple[int, int]
-EPSILON = 1e-5  # of every LayerNorm
+EPSILON = 1e-5  # Unlike timm's ViT, its Swin has this epsilon in every LayerNorm.
 UNSHIFTED = (0, 0)
-MASKED = -100.0  # added to logits between tokens that are neighbors only by a shift, as in timm
+MASKED = -100.0  # As in timm, it is added to logits between tokens that a shift made neighbors.
 
 _TINY = dict(width=96, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24), image_size=224, window_size=7)
 _SMALL = _TINY | dict(depths=(2, 2, 18, 2))
@@ -32,10 +32,10 @@ class SwinConfig(TransformerConfig):
     """Fields of a `SwinTransformer`."""
 
     patch_size: PositiveInt = 4
-    width: PositiveInt = 96  # D of the first stage; it doubles in each further stage
-    depths: tuple[PositiveInt, ...] = (2, 2, 6, 2)  # number of blocks of each stage
-    num_heads: tuple[PositiveInt, ...] = (3, 6, 12, 24)  # h of each stage
-    window_size: PositiveInt = 7  # in tokens; a smaller grid is one window, unshifted
+    width: PositiveInt = 96
+    depths: tuple[PositiveInt, ...] = (2, 2, 6, 2)
+    num_heads: tuple[PositiveInt, ...] = (3, 6, 12, 24)
+    window_size: PositiveInt = 7
 
 
 class SwinTransformer(Model):
@@ -44,6 +44,19 @@ class SwinTransformer(Model):
     As in timm, any image size is accepted: grids are padded with zeros to whole windows, and to
     even sides before patch merging; pixels after the last whole patch are dropped. Meshes with
     explicit axes are not supported.
+
+    >>> sizes = dict(image_size=32, width=16, depths=(2, 1), num_heads=(2, 4), window_size=4)
+    >>> options = dict(channels=3, num_classes=10, rngs=nnx.Rngs(0))
+    >>> model = si.SwinTransformer(**sizes, attention_init=si.impulse(), **options)
+
+    Args:
+      width: Number of channels D of the first stage. It doubles in each further stage.
+      depths: Number of blocks of each stage.
+      num_heads: Number of heads h of each stage.
+      mlp_ratio: Hidden width of the MLP over D.
+      window_size: Side of a window in tokens. A smaller grid is one window, unshifted.
+
+    `Model.__init__` describes the other arguments.
     """
 
     Config = SwinConfig

@@ -23,10 +23,10 @@ from structinit_jax.models.mixer import MlpMixer
 from structinit_jax.models.swin import SwinTransformer
 from structinit_jax.models.vit import VisionTransformer, resample_positions
 
-StateDict = Mapping[str, Any]  # of NumPy or JAX arrays or torch tensors
-# Functions of the sizes, in Swin weights of older versions of timm.
+StateDict = Mapping[str, Any]  # The values are NumPy or JAX arrays or torch tensors.
+# Older versions of timm saved these functions of the sizes with the weights of Swin.
 BUFFERS = ("attn.relative_position_index", "attn_mask")
-# Axes along which teacher and student must have equal sizes: places in a patch, window or image.
+# Teacher and student must have equal sizes along these axes, places in a patch, window or image.
 PLACES = {
     "pos_embed": slice(1, 2),
     "patch_embed.proj.weight": slice(2, 4),
@@ -55,6 +55,11 @@ def from_timm(model: nnx.Module, state_dict: StateDict) -> None:
     Prefixes of torch's DataParallel and `torch.compile` are removed from the names. Raises
     `InputError` and leaves the model as it was if an entry is missing, of another shape, or
     unexpected, such as register tokens.
+
+    >>> sizes = dict(image_size=8, channels=1, num_classes=10, patch_size=2, width=16)
+    >>> model = si.MlpMixer(**sizes, depth=2, rngs=nnx.Rngs(0))
+    >>> other = si.MlpMixer(**sizes, depth=2, rngs=nnx.Rngs(1))
+    >>> si.from_timm(model, si.to_timm(other))  # or the state_dict() of a model of timm
     """
     old = _arrays_by_path(model)
     ours = {path: np.array(array) for path, array in old.items()}
@@ -250,6 +255,11 @@ def select_weights(teacher: StateDict, student: nnx.Module) -> nnx.Module:
     resampled, as timm does it; the table's grid is taken to be square. The head, fixed position
     encodings and integers stay the student's.
 
+    >>> sizes = dict(image_size=8, channels=1, num_classes=10, patch_size=2)
+    >>> teacher = si.to_timm(si.MlpMixer(**sizes, width=32, depth=3, rngs=nnx.Rngs(0)))
+    >>> student = si.MlpMixer(**sizes, width=16, depth=2, rngs=nnx.Rngs(1))
+    >>> model = si.select_weights(teacher, student)
+
     Args:
       teacher: The larger model's state dict in timm's layout.
       student: The smaller model, of the same family. It is not changed.
@@ -275,7 +285,7 @@ def select_weights(teacher: StateDict, student: nnx.Module) -> nnx.Module:
             tensor = _select(entry.name, tensor, small[entry.name].shape)
             selected[entry.name] = tensor
         else:
-            entry.decode(tensor, [])  # refuses another position encoding
+            entry.decode(tensor, [])  # It refuses another position encoding.
     model = nnx.clone(student)
     from_timm(model, selected)
     return model

@@ -48,13 +48,10 @@ def _variants() -> dict[str, dict[str, Any]]:
 class ViTConfig(TransformerConfig):
     """Fields of a `VisionTransformer`."""
 
-    depth: PositiveInt = 12  # L, the number of blocks
-    num_heads: PositiveInt = 3  # h, a divisor of the width
-    # "sincos" (fixed) and "learned" positions are added to the tokens. "rope" rotates queries and
-    # keys: axial rotary positions of temperature 100 (Heo et al. 2024).
+    depth: PositiveInt = 12
+    num_heads: PositiveInt = 3
     positions: Literal["sincos", "learned", "rope"] = "sincos"
-    pool: Literal["mean", "class_token"] = "mean"  # pooling of the tokens, before the final norm
-    # Initial LayerScale (Touvron et al. 2021), a trained factor per channel and branch; 0: none.
+    pool: Literal["mean", "class_token"] = "mean"
     layer_scale: NonNegativeFloat = 0.0
 
     @property
@@ -64,7 +61,23 @@ class ViTConfig(TransformerConfig):
 
 
 class VisionTransformer(Model):
-    """Patch embedding, positions, a stack of pre-norm blocks, pooling, norm and a linear head."""
+    """Patch embedding, positions, a stack of pre-norm blocks, pooling, norm and a linear head.
+
+    >>> sizes = dict(image_size=32, patch_size=8, channels=3, num_classes=10, depth=2)
+    >>> model = si.VisionTransformer(**sizes, attention_init=si.impulse(), rngs=nnx.Rngs(0))
+    >>> logits, intermediates = model(jax.numpy.zeros((1, 32, 32, 3)))
+
+    Args:
+      depth: Number of blocks L.
+      num_heads: Number of heads h, a divisor of the width.
+      mlp_ratio: Hidden width of the MLP over D.
+      positions: 'sincos' (fixed) and 'learned' positions are added to the tokens. 'rope' rotates
+        queries and keys: axial rotary positions of temperature 100 (Heo et al. 2024).
+      pool: Pooling of the tokens before the final norm, 'mean' or 'class_token'.
+      layer_scale: Initial value of LayerScale (Touvron et al. 2021); 0 omits it.
+
+    `Model.__init__` describes the other arguments.
+    """
 
     Config = ViTConfig
     VARIANTS: ClassVar = _variants()
@@ -84,10 +97,11 @@ class VisionTransformer(Model):
             self.positions = nnx.Param(layers.truncated_normal(rngs.params(), shape))
         else:
             self.positions = None
+            # These are computed in every call; here they raise if the sizes do not allow them.
             if config.positions == "sincos":
-                sincos_positions(self.grid, width)  # only to raise if the width does not allow it
+                sincos_positions(self.grid, width)
             else:
-                rotary_angles(self.grid, width // config.num_heads)  # likewise, of the heads
+                rotary_angles(self.grid, width // config.num_heads)
 
         sizes = dict(width=width, num_heads=config.num_heads, layer_scale=config.layer_scale)
         self.blocks = make_stack(Block, config.depth, config=config, **sizes, rngs=rngs)
@@ -134,11 +148,11 @@ class VisionTransformer(Model):
         width = self.config.width
         if config.pool == "class_token":
             token = self.class_token[...].astype(patches.dtype)
-            token = jnp.zeros_like(patches[:, :1]) + token[None, None]  # sharded like the patches
+            token = jnp.zeros_like(patches[:, :1]) + token[None, None]  # shards it as the patches
             patches = jnp.concatenate([token, patches], axis=1)
         if config.positions == "rope":
             return patches
-        if config.positions == "sincos":  # zero for the class token, which is not on the grid
+        if config.positions == "sincos":  # The class token, which is not on the grid, has none.
             positions = sincos_positions(self.grid, width)
             positions = jnp.pad(positions, ((config.num_prefix, 0), (0, 0)))
         else:

@@ -29,8 +29,6 @@ from structinit_jax.files import PARTIAL, is_url, parse_json, read_file, write_a
 STATE = "state"
 RUN = "run.json"
 VERSION = 2
-# Errors of missing files, of damaged ones (`InputError`), and of JSON that is not ours.
-UNREADABLE = (OSError, ValueError, TypeError, AttributeError, LookupError)
 _PART = re.compile(rf"state(\.orbax-checkpoint-tmp.*)?|index_\d+\.json|run\.json|{PARTIAL}.*")
 _STEP = re.compile(r"[1-9][0-9]{0,8}")  # fits int32
 
@@ -76,7 +74,7 @@ def intact_runs(folders: Iterable[epath.Path]) -> Iterator[tuple[int, dict[str, 
             yield int(folder.name), _read_intact(folder)
         except OtherVersionError:
             raise
-        except UNREADABLE as error:
+        except (OSError, InputError) as error:  # of missing files, and of damaged ones
             print(f"note: skipping checkpoint {folder}: {error}")
 
 
@@ -107,6 +105,7 @@ def read_indexes(folder: epath.Path, run: dict[str, Any]) -> dict[str, Any]:
         if index["run"] != _identity(run):
             raise InputError(f"{path.name} belongs to another {RUN}")
         for name in index["files"]:
+            # `copy` would write a file elsewhere, if a stranger's index named one.
             if not name.startswith(f"{STATE}/") or ".." in name.split("/"):
                 raise InputError(f"{path.name} names {name!r}, which is not a file of {STATE}/")
         files |= index["files"]
@@ -114,7 +113,7 @@ def read_indexes(folder: epath.Path, run: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_intact(folder):
-    """Returns `run.json` of a checkpoint; raises one of `UNREADABLE` if any file is damaged."""
+    """Returns `run.json` of a checkpoint; raises `InputError` or `OSError` if one is damaged."""
 
     def check(name, digest):
         if digest_of(folder / name) != digest:

@@ -30,8 +30,8 @@ def join(
 
     Without arguments JAX finds the other processes on Cloud TPU, SLURM and GKE; elsewhere the run
     has a single process. `num_processes=1` disables the search. The coordinator, for example
-    '10.0.0.1:1234', is process 0. This process exits if the others do not join within `timeout`
-    seconds. Later, JAX ends all processes if one of them is silent for `lost_timeout` seconds; one
+    '10.0.0.1:1234', is process 0. JAX ends this process if the others do not join within `timeout`
+    seconds. Later, it ends all processes if one of them is silent for `lost_timeout` seconds; one
     that has crashed waits as long for the others. Raises `InputError` if the arguments are
     incomplete or do not fit together.
     """
@@ -47,26 +47,23 @@ def join(
 
     newer = jax.__version_info__ >= (0, 8, 1)
     shutdown = {"shutdown_timeout_seconds": round(lost_timeout)} if newer else {}
-    watchdog = threading.Timer(timeout, _give_up, (given, timeout))
-    watchdog.daemon = True
-    watchdog.start()
+    # If the others do not join, JAX aborts with a message that does not say so.
+    print(
+        f"waiting up to {timeout:.0f} s until all processes have joined; to train on this machine "
+        "alone, pass --num_processes=1",
+        flush=True,
+    )
     try:
-        # JAX calls abort() at its own timeout, so the watchdog's must be shorter.
         jax.distributed.initialize(
             *given,
             # Explicit arguments take precedence over SLURM's environment variables.
             cluster_detection_method="deactivate" if coordinator_address else None,
-            initialization_timeout=round(timeout) + 60,
+            initialization_timeout=round(timeout),
             heartbeat_timeout_seconds=round(lost_timeout),
             **shutdown,
         )
     except (RuntimeError, ValueError) as error:
-        raise InputError(
-            f"cannot join the other processes: {error}. To train on this machine alone, pass "
-            "--num_processes=1"
-        ) from error
-    finally:
-        watchdog.cancel()
+        raise InputError(f"cannot join the other processes: {error}") from error
     if jax.process_count() > 1 and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         # Only process 0 writes to the cache. The processes that miss what it finds there would wait
         # for its part of the autotuning of GPU kernels.
@@ -161,13 +158,3 @@ def _in_cluster(environment) -> bool:
     chips = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()
     libtpu = importlib.util.find_spec("libtpu") is not None
     return srun or gke or (chips and libtpu and "TPU_SKIP_MDS_QUERY" not in environment)
-
-
-def _give_up(given: tuple, timeout: float) -> None:
-    print(
-        f"error: {given} waited {timeout:.0f} s, but not all processes joined: start them at the "
-        "same time, or pass --num_processes=1 to train on this machine alone",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(1)  # the main thread is blocked in a call that cannot be interrupted
