@@ -32,7 +32,7 @@ def make_mesh(fsdp: int = 1, devices: Sequence[jax.Device] | None = None) -> Mes
     share one copy of it. By default, all devices of all processes are used. Raises `InputError` if
     `fsdp` does not divide their number.
     """
-    # Sorted, so that the devices of a process hold one contiguous part of every batch.
+    # They are sorted, so that the devices of a process hold one contiguous part of every batch.
     devices = sorted(devices or jax.devices(), key=lambda d: (d.process_index, d.id))
     if len(devices) % fsdp:
         raise InputError(
@@ -141,7 +141,7 @@ def gather_by_block(model: nnx.Module, mesh: Mesh) -> None:
 
 def _gather_block(mesh, block):
     def gather(weight):
-        # Pin to the sharded layout first; otherwise XLA keeps the full copy for the gradient.
+        # Without the sharded layout before it, XLA keeps the full copy for the gradient.
         spec = _weight_spec(weight.shape, mesh)
         weight = jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, spec))
         return jax.lax.with_sharding_constraint(weight, replicated(mesh))

@@ -199,7 +199,7 @@ def initialize_state(
     def init_state(params, model_state):
         ema = None
         if abstract.ema is not None:
-            # These are copies, since a training step could not donate one array twice.
+            # These are copies, since a training step cannot donate one array twice.
             ema = jax.tree.map(jnp.copy, {"params": params, "model_state": model_state})
         step = jnp.zeros((), jnp.int32)
         return TrainState(step, params, model_state, optimizer.init(params), ema)
@@ -216,6 +216,6 @@ def _options_for_one_run() -> dict[str, Any]:
     if jax.default_backend() != "cpu" or "XLA_FLAGS" in os.environ:
         return {}
     options = {"xla_backend_optimization_level": 1, "xla_cpu_parallel_codegen_split_count": 1}
-    if jaxlib.version.__version_info__ < (0, 11):  # later ones have no such option
+    if jaxlib.version.__version_info__ < (0, 11):  # Later ones have no such option.
         options["xla_cpu_use_fusion_emitters"] = False
     return options
