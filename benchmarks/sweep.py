@@ -31,7 +31,7 @@ from structinit_jax.errors import InputError
 from structinit_jax.rngs import split_seed
 from structinit_jax.training import build
 from structinit_jax.training.optimizer import Schedule
-from structinit_jax.training.state import AbstractModel, TrainState, init_state, split_model
+from structinit_jax.training.state import AbstractModel, TrainState, split_model
 from structinit_jax.training.step import make_eval_step
 
 SCHEME = flags.DEFINE_multi_string(
@@ -137,7 +137,10 @@ def sweep(
     weights = draw_weights(model, schemes, seeds)
     weights = jax.tree.map(lambda leaf: jnp.concatenate([leaf] * len(rates), axis=1), weights)
     optimizer = build.make_optimizer(config, schedule.learning_rate, model)
-    init = functools.partial(init_state, optimizer=optimizer)
+
+    def init(params, model_state):
+        return TrainState(jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params))
+
     state = jax.jit(jax.vmap(jax.vmap(init, out_axes=STATE), out_axes=STATE))(*weights)
     step = make_step(config, model, schedule, np.repeat(np.float32(rates), len(schemes)), seeds)
     evaluate, accuracies = make_evaluate(config, model, test), {}

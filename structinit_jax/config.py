@@ -125,7 +125,7 @@ def base_config(model: str = "vit") -> ConfigDict:
     config.model = model_fields
     # Name of the scheme, or 'module:function', and its options.
     config.attention_init = dict(name="impulse")
-    if config.model.name == "mixer":  # no other scheme helps it, see attention_init.token_mixing
+    if config.model.name == "mixer":  # Others do not help, see attention_init.token_mixing.
         config.attention_init.name = "default"
     return config
 

@@ -36,8 +36,6 @@ MEMORY = {
     "TPU v6 lite": int(31.25 * 2**30),
     "NVIDIA H100 80GB HBM3": 84_929_347_584 * 3 // 4,  # JAX's default share of a GPU's memory
 }
-# Options without which XLA times kernels on a GPU.
-WITHOUT_GPU = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 # Describes an H100 SXM to XLA where there is none: a GpuTargetConfigProto.
 H100 = """
 gpu_device_info {
@@ -98,7 +96,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
 
     with explain_out_of_memory():
         lowered = build.jit_step(step, mesh, state).lower(state, batch, build.SEED)
-        step = lowered.compile(WITHOUT_GPU if target and target.startswith("h100") else {})
+        step = lowered.compile()
     data_bytes = build.data_bytes(config, num_examples, num_eval_examples)
     total = check_memory(step, data_bytes, memory)
     needs = step.memory_analysis()

@@ -164,7 +164,7 @@ def _observe_batch(config, graphdef, targets, weights, images):
     out = model(images, with_maps=with_attention)[1]
     stages = out.get("stages", [out])
     features = [_output_grids(*both) for both in zip(stages, sites.values(), strict=True)]
-    if not with_attention:  # the inputs of a ConvMixer's layers
+    if not with_attention:  # A ConvMixer's layers are measured at their inputs.
         stem = stages[0]["stem"].astype(jnp.float32)
         return [{}], [jnp.concatenate([stem[None], features[0][:-1]])]
     averages = [
@@ -177,7 +177,7 @@ def _observe_batch(config, graphdef, targets, weights, images):
 def _output_grids(stage, site):
     """Returns the outputs of layers, [L, B, R, C, D], without class and register tokens."""
     output = stage["blocks"]["output"].astype(jnp.float32)
-    if output.ndim == 4:  # [L, B, N, D]; class and register tokens come first
+    if output.ndim == 4:  # It is [L, B, N, D], and class and register tokens come first.
         output = output[:, :, -site.num_tokens :]
         output = output.reshape(*output.shape[:2], *site.grid, -1)
     return output
@@ -189,12 +189,12 @@ def _average_maps(blocks, site: AttentionStack, targets) -> dict[str, Array]:
     For the others, see `measures.measure_mean_maps`.
     """
     maps = blocks["attention_maps"][..., -site.num_tokens :, -site.num_tokens :]
-    maps = maps.reshape(len(maps), -1, *maps.shape[-3:])  # windows count as images
+    maps = maps.reshape(len(maps), -1, *maps.shape[-3:])  # Windows count as images.
     maps = jnp.moveaxis(maps, 1, 0)  # [B, L, h, N, N]
     maps = maps / maps.sum(axis=-1, keepdims=True)
     averages = dict(maps=maps.mean(axis=0), entropy=measures.mean_entropy(maps))
     if targets is not None:
         index, filters = targets
-        with_target = maps[:, : len(index)]  # `impulse_mimetic` has none in the last layers
+        with_target = maps[:, : len(index)]  # `impulse_mimetic` has none in the last layers.
         averages |= measures.measure_against_targets(with_target, filters[index])
     return averages

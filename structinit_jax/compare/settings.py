@@ -28,11 +28,14 @@ def expand(
 
     Raises `InputError` if a scheme, a field or a value does not exist.
     """
-    options = {scheme: config_lib.scheme_options(scheme) for scheme in schemes}
+    options = {
+        scheme: {f"attention_init.{option}" for option in config_lib.scheme_options(scheme)}
+        for scheme in schemes
+    }
     varied = len(options) > 1 or any(field.startswith("attention_init.") for field in axes)
     if varied and (config.start_from or "start_from" in axes):
         raise InputError("config.start_from replaces config.attention_init: pass a single scheme")
-    known = {f"attention_init.{option}" for own in options.values() for option in own}
+    known = set().union(*options.values())
     for field in axes:
         if field == "seed":
             raise InputError("--grid=seed cannot be an axis: use --seeds=N")
@@ -40,7 +43,7 @@ def expand(
             raise InputError(f"--grid={field} is no option of --schemes: {suggest(field, known)}")
     settings = {}
     for scheme in schemes:
-        others = known.difference(f"attention_init.{option}" for option in options[scheme])
+        others = known - options[scheme]
         own = {field: values for field, values in sorted(axes.items()) if field not in others}
         start = config.copy_and_resolve_references()
         config_lib.set_scheme(start, scheme)
@@ -48,7 +51,7 @@ def expand(
             point = start.copy_and_resolve_references()
             for field, text in zip(own, texts, strict=True):
                 config_lib.set_field(point, field, text)
-            # From parsed values, so that 1e-3 and 0.001 give the same name.
+            # The name has the parsed values, so that 1e-3 and 0.001 give the same one.
             parts = [scheme, *(f"{field}={attrgetter(field)(point)}" for field in own)]
             name = ",".join(re.sub(r"[^\w.=+-]", "_", part.replace(" ", "")) for part in parts)
             if name in settings:

@@ -237,7 +237,7 @@ def run_stack(
     """
     depth = len(drop_path_rates)
     period = len(cycle)
-    whole = depth - depth % period  # blocks in whole cycles
+    whole = depth - depth % period  # This many blocks are in whole cycles.
 
     def take(layers, index):
         return jax.tree.map(lambda leaf: leaf[index], layers)

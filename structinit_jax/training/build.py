@@ -57,7 +57,7 @@ def open_split(config: ConfigDict, dataset: Dataset, field: str) -> ImageSource:
     data = config.data
     with prefixed(f"config.data.{field}: "):
         source = dataset.split(data[field], data.on_bad_image)
-    source[0]  # fails now, rather than after hours, if the split has no labels
+    source[0]  # A split without labels fails here rather than after hours.
     return source
 
 
@@ -112,7 +112,7 @@ def data_bytes(config: ConfigDict, num_examples: int, num_eval_examples: int) ->
     """Returns the bytes of both splits' images in the memory of every device."""
     data = config.data
     size = bytes_on_device(num_eval_examples, data.image_size, data.channels)
-    if config.augment.crop != "resized":  # images with such crops are decoded for every batch
+    if config.augment.crop != "resized":  # Images with these crops are decoded for every batch.
         size += bytes_on_device(num_examples, data.image_size, data.channels)
     return size
 
@@ -145,7 +145,7 @@ def make_schedule(config: ConfigDict, num_examples: int) -> Schedule:
         num_examples -= num_examples % batch_size
     steps_per_epoch = num_examples / batch_size
     num_steps = config.num_steps or max(1, round(config.num_epochs * steps_per_epoch))
-    # One evaluation a step at most.
+    # There is at most one evaluation a step.
     interval = max(1.0, config.eval_every_epochs * steps_per_epoch)
     evaluations = range(1, int(num_steps / interval) + 1)
     eval_steps = frozenset(round(interval * number) for number in evaluations) | {num_steps}

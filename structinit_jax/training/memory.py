@@ -53,7 +53,8 @@ def explain_out_of_memory() -> Iterator[None]:
 def bytes_needed(step: jax.stages.Compiled) -> int:
     """Returns the bytes of one device that a program and its arguments take while it runs."""
     memory = step.memory_analysis()
-    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes  # not in donated arguments
+    # Outputs in the memory of donated arguments need no other.
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes
 
 

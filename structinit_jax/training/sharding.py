@@ -32,7 +32,7 @@ def make_mesh(fsdp: int = 1, devices: Sequence[jax.Device] | None = None) -> Mes
     share one copy of it. By default, all devices of all processes are used. Raises `InputError` if
     `fsdp` does not divide their number.
     """
-    # Sorted, so that the devices of a process hold one contiguous part of every batch.
+    # They are sorted, so that the devices of a process hold one contiguous part of every batch.
     devices = sorted(devices or jax.devices(), key=lambda d: (d.process_index, d.id))
     if len(devices) % fsdp:
         raise InputError(
@@ -68,7 +68,7 @@ def describe(mesh: Mesh) -> str:
 
 def replicate(mesh: Mesh, shapes: Any) -> Any:
     """Adds to each `ShapeDtypeStruct` of a tree the sharding `replicated`."""
-    return jax.tree.map(lambda leaf: _place(leaf, replicated(mesh)), shapes)
+    return jax.tree.map(lambda leaf: leaf.update(sharding=replicated(mesh)), shapes)
 
 
 def shard_params(mesh: Mesh, params: Any, stacks: Sequence[str]) -> Any:
@@ -81,7 +81,8 @@ def shard_params(mesh: Mesh, params: Any, stacks: Sequence[str]) -> Any:
     def place(path, leaf):
         layer_axes = 1 if _is_in_stack(path, stacks) else 0
         spec = _weight_spec(leaf.shape[layer_axes:], mesh)
-        return _place(leaf, NamedSharding(mesh, PartitionSpec(*(None,) * layer_axes, *spec)))
+        spec = PartitionSpec(*(None,) * layer_axes, *spec)
+        return leaf.update(sharding=NamedSharding(mesh, spec))
 
     return jax.tree_util.tree_map_with_path(place, params)
 
@@ -102,10 +103,6 @@ def shard_opt_state(mesh: Mesh, opt_state: Any, params: Any, stacks: Sequence[st
         return shard_params(mesh, tree, stacks if is_like_params(tree) else ())
 
     return jax.tree.map(place, opt_state, is_leaf=is_like_params)
-
-
-def _place(leaf, sharding):
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _is_in_stack(path, stacks):
@@ -144,7 +141,7 @@ def gather_by_block(model: nnx.Module, mesh: Mesh) -> None:
 
 def _gather_block(mesh, block):
     def gather(weight):
-        # Pin to the sharded layout first; otherwise XLA keeps the full copy for the gradient.
+        # Without the sharded layout before it, XLA keeps the full copy for the gradient.
         spec = _weight_spec(weight.shape, mesh)
         weight = jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, spec))
         return jax.lax.with_sharding_constraint(weight, replicated(mesh))

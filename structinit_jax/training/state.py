@@ -1,6 +1,5 @@
 """The training state: the shapes of its arrays, and its initialization."""
 
-import functools
 import os
 import time
 from collections.abc import Callable
@@ -83,25 +82,11 @@ def abstract_model(
     return AbstractModel(create, mesh, graphdef, params, model_state, stacks, decayed)
 
 
-def init_state(
-    params: dict[str, Any],
-    model_state: dict[str, Any],
-    optimizer: optax.GradientTransformation,
-    with_averages: bool = False,
-) -> TrainState:
-    """Returns the state before the first step."""
-    ema = None
-    if with_averages:
-        # Copies, since a training step could not donate one array twice.
-        ema = jax.tree.map(jnp.copy, {"params": params, "model_state": model_state})
-    return TrainState(jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params), ema)
-
-
 def abstract_state(
     model: AbstractModel, optimizer: optax.GradientTransformation, with_averages: bool = False
 ) -> TrainState:
     """Returns shapes, types and shardings of the training state of a model."""
-    step = sharding.replicate(model.mesh, jax.ShapeDtypeStruct((), jnp.int32))
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(model.mesh))
     opt_state = jax.eval_shape(optimizer.init, model.params)
     opt_state = sharding.shard_opt_state(model.mesh, opt_state, model.params, model.stacks)
     ema = None
@@ -210,10 +195,17 @@ def initialize_state(
     abstract: TrainState,
 ) -> TrainState:
     """Returns the state before the first step, placed as in `abstract`; donates the weights."""
-    with_averages = abstract.ema is not None
-    init = functools.partial(init_state, optimizer=optimizer, with_averages=with_averages)
+
+    def init_state(params, model_state):
+        ema = None
+        if abstract.ema is not None:
+            # These are copies, since a training step cannot donate one array twice.
+            ema = jax.tree.map(jnp.copy, {"params": params, "model_state": model_state})
+        step = jnp.zeros((), jnp.int32)
+        return TrainState(step, params, model_state, optimizer.init(params), ema)
+
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    return jax.jit(init, out_shardings=shardings, donate_argnums=(0, 1))(params, model_state)
+    return jax.jit(init_state, out_shardings=shardings, donate_argnums=(0, 1))(params, model_state)
 
 
 def _options_for_one_run() -> dict[str, Any]:
@@ -224,6 +216,6 @@ def _options_for_one_run() -> dict[str, Any]:
     if jax.default_backend() != "cpu" or "XLA_FLAGS" in os.environ:
         return {}
     options = {"xla_backend_optimization_level": 1, "xla_cpu_parallel_codegen_split_count": 1}
-    if jaxlib.version.__version_info__ < (0, 11):  # later ones have no such option
+    if jaxlib.version.__version_info__ < (0, 11):  # Later ones have no such option.
         options["xla_cpu_use_fusion_emitters"] = False
     return options

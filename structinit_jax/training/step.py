@@ -69,9 +69,9 @@ def make_train_step(
 
 
 def _move_average(decay, average, value):
-    if not jnp.issubdtype(value.dtype, jnp.inexact):  # a counter
+    if not jnp.issubdtype(value.dtype, jnp.inexact):  # It is a counter.
         return value
-    return average + (1 - decay) * (value - average)  # exact for weights that do not change
+    return average + (1 - decay) * (value - average)  # Constant weights stay equal to the bit.
 
 
 def _make_value_and_grad(graphdef, loss):
@@ -82,7 +82,8 @@ def _make_value_and_grad(graphdef, loss):
         model = nnx.merge(graphdef, params, model_state)
         logits, _ = model(images, rng=rng)
         accuracy = jnp.mean(logits.argmax(-1) == targets.argmax(-1))
-        # Over examples only: if a loss wrongly keeps the axis of classes, JAX refuses its gradient.
+        # The mean is over examples only, so that JAX refuses the gradient of a loss that wrongly
+        # keeps the axis of classes.
         mean_loss = jnp.mean(loss(logits, targets), axis=0)
         return mean_loss, (accuracy, split_model(model)[2])
 
@@ -93,7 +94,7 @@ def _in_parts(value_and_grad, num_parts):
     """Accumulates `value_and_grad` over equal parts of a batch, one after another."""
 
     def split(x):
-        # Strided, so that every device keeps an equal share of each part.
+        # The parts are strided, so that every device keeps an equal share of each.
         return jnp.moveaxis(x.reshape(len(x) // num_parts, num_parts, *x.shape[1:]), 1, 0)
 
     def accumulate(params, model_state, batch, rng):
@@ -116,8 +117,8 @@ def _in_parts(value_and_grad, num_parts):
 
 def _is_finite(tree):
     """Whether all floating-point arrays are finite. The others are counters and random keys."""
-    # A sum is finite only if its terms are. Arrays of one shape, such as a weight and its moments,
-    # are summed together: a third of the kernels to compile.
+    # A sum is finite only if its terms are. Adding arrays of one shape first, such as a weight and
+    # its moments, leaves a third of the kernels to compile.
     sums = {}
     for x in jax.tree.leaves(tree):
         if jnp.issubdtype(x.dtype, jnp.inexact):

@@ -81,7 +81,8 @@ def train(
         # -- Record of the run ---------------------------------------------------------------------
         names = list(dataset.class_names)
         data = config.data
-        # This is saved with each checkpoint, and checked when the run is resumed from it.
+        # This is saved with each checkpoint, and checked when the run is resumed from it. The
+        # config is in the form in which JSON returns it, with lists for tuples.
         record = {
             "config": json.loads(config.to_json()),
             "evaluation": f"{data.name} {data.eval_split}, crop_fraction {data.crop_fraction}, "
@@ -153,11 +154,11 @@ def train(
         trace = StepTrace(workdir, profile_step and start_step + profile_step)
         on_exit.callback(trace.close)
         trace.after(start_step, state)
+        # The seed is on the devices, since the loop transfers nothing implicitly.
         seed = jax.device_put(np.uint32(config.seed), sharding.replicated(mesh))
         stop_request = on_exit.enter_context(stop_request or distributed.StopRequest())
         evaluation = None
-        # A value that is copied between host and devices by accident costs time in every step, so
-        # it is an error. The copies below are explicit.
+        # An implicit transfer would wait for the devices in every step, so it is an error.
         on_exit.enter_context(jax.transfer_guard("disallow"))
         for step in range(start_step + 1, schedule.num_steps + 1):
             with progress.wait("data"):
@@ -168,6 +169,7 @@ def train(
             jax.block_until_ready(pending.get(step - MAX_IN_FLIGHT))
             trace.after(step, state)
             if step == start_step + 1:
+                # Waiting for this step alone costs little, and tells how long the start took.
                 jax.block_until_ready(metrics)
                 print(f"first step after {time.perf_counter() - began:.1f} s", flush=True)
 
@@ -180,7 +182,7 @@ def train(
             if saves or step % config.log_every_steps == 0:
                 steps = jax.device_get(pending)
                 pending.clear()
-                _check_finite(steps, workdir, checkpoints)
+                _check_finite(steps, checkpoints)
                 values = average(steps) | progress.measure(step)
                 log.write(step, values)
                 progress.show(step, values)
@@ -243,7 +245,7 @@ def _check_resume(config, schedule, checkpoints, record, workdir):
         )
 
 
-def _check_finite(steps, workdir, checkpoints):
+def _check_finite(steps, checkpoints):
     """Raises `StoppedError` for the first step after which the state is not finite."""
     for step, values in steps.items():
         if values["finite"]:
