@@ -6,9 +6,8 @@
 
 CHECKOUT is the timm folder inside the repository, at commit 48b59c3 or 2623dcc. The commands in
 `programs.json` are those of its README, except that there is none for ConvMixer: the 2024 paper
-trains it like its small ViTs, with learning rate 0.01 for 100 epochs. The models, schedules,
-optimizers and transforms are built by the program's own functions, without the GPU calls. Takes 20
-minutes.
+trains it like its small ViTs, with learning rate 0.01 for 100 epochs. The schedules, optimizers and
+transforms are built by the program's own functions. `benchmarks/fidelity.py` compares with them.
 """
 
 import json
@@ -22,76 +21,18 @@ import torch
 import references.import_torchvision  # noqa: F401
 
 OUT = pathlib.Path(__file__).with_name("programs.json")
-# Paper -> our config and row up to the initialization -> timm's name, its arguments, classes.
-TINY, POOLED = "vit_tiny_patch2_32", dict(sin_pe=True, class_token=False, global_pool="avg")
-SIZES = {
-    "vit_tiny_patch2_32": {},
-    "vit_tiny_h8_patch2_32": dict(num_heads=8),
-    "vit_small_patch2_32": dict(embed_dim=384, num_heads=6),
-    "vit_small_h16_patch2_32": dict(embed_dim=384, num_heads=16),
-    "vit_w64_h4_patch2_32": dict(embed_dim=64, num_heads=4, depth=8),
-    "vit_w512_h32_patch2_32": dict(embed_dim=512, num_heads=32, depth=8),
-}
-MODELS = {
-    "2024": {
-        **{
-            f"vit_2024_small.py:cifar10,{name}": (TINY, POOLED | size, 10)
-            for name, size in SIZES.items()
-        },
-        "vit_2024_imagenet.py:": ("vit_tiny_patch16_224", POOLED | dict(img_size=(224, 224)), 1000),
-    },
-    "2025": {
-        "vit_2025_small.py:cifar10,vit_tiny_patch16_224": ("vit_tiny_patch16_224", {}, 10),
-        "vit_2025_imagenet.py:vit_base_patch16_224": ("vit_base_patch16_224", {}, 1000),
-    },
-}
-# Paper -> initialization, in the words of our configs -> arguments of the model.
-INITS = {
-    "2024": {
-        "truncated_normal": dict(weight_init=""),
-        "kaiming_uniform": dict(weight_init="skip"),
-        "mimetic": dict(weight_init="mimetic0.7_0.7"),
-        "impulse_2024": dict(weight_init="impulse3"),
-        "impulse_2024,5": dict(weight_init="impulse5"),
-    },
-    "2025": {
-        name: dict(weight_init="skip", post_weight_init=name.removesuffix("_2025"), img_size=224)
-        for name in ("default", "mimetic", "impulse_2025")
-    },
-}
-CONVMIXERS = ("256_8_3", "512_6_3", "512_6_5")  # width, depth, kernel size
-FILTERS = {"trained": "train", "random": "random", "impulse_2024": "impulse", "box": "box"}
 
 
 def main(paper, checkout):
     sys.path.insert(0, checkout)
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self
     import train
-    from timm.models import vision_transformer
 
     results = json.loads(OUT.read_text())
-    models = results["models"]
-    if paper == "2024":
-        encode = vision_transformer.build_sincos2d_pos_embed
-        vision_transformer.build_sincos2d_pos_embed = lambda shape, dim, device: encode(shape, dim)
-        for name in CONVMIXERS:
-            model, size = name.rsplit("_", 1)
-            models[f"convmixer_2024.py:convmixer_{model},{size}"] = {
-                filters: statistics(train.create_model(f"convmixer_{name}_{kind}", num_classes=10))
-                for filters, kind in FILTERS.items()
-            }
     for name, recipe in results["recipes"].items():
         if name.endswith(paper):
             size = {"img_size": 224} if paper == "2025" else {}
             recipe |= record_recipe(train, recipe["command"], **size)
-    for name, (model, arguments, classes) in MODELS[paper].items():
-        models[name] = {}
-        for init, options in INITS[paper].items():
-            torch.manual_seed(0)
-            np.random.seed(0)  # noqa: NPY002
-            network = train.create_model(model, num_classes=classes, **arguments | options)
-            models[name][init] = statistics(network)
-            print(name, init, flush=True)
     text = json.dumps(results, indent=1)
     text = re.sub(r"\[\s+([^\[\]]*?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
     OUT.write_text(text + "\n")
@@ -167,22 +108,6 @@ def record_augmentation(args, data):
             raise ValueError(f"unknown mode of erasing {args.remode}")
         fields |= dict(erasing=args.reprob)
     return fields
-
-
-def statistics(model):
-    """Returns the root mean square of every kind of weight, one number for each layer."""
-    values = {}
-    for name, parameter in model.named_parameters():
-        parts = {name: parameter}
-        if ".qkv." in name:
-            parts = {
-                name.replace("qkv", part): chunk
-                for part, chunk in zip("qkv", parameter.chunk(3), strict=True)
-            }
-        for part, value in parts.items():
-            size = float(value.detach().square().mean().sqrt())
-            values.setdefault(kind(part), []).append(float(f"{size:.4g}"))
-    return values
 
 
 def kind(name):
