@@ -28,8 +28,7 @@ from structinit_jax.attention_init import SCHEMES
 from structinit_jax.attention_init.published import PSEUDO_INPUT_EPSILON
 from structinit_jax.attention_init.sites import layer_norm, sincos_positions
 from structinit_jax.augment import AugmentConfig
-from structinit_jax.command_line import set_fields
-from structinit_jax.config import load_config, make_attention_init
+from structinit_jax.config import load_config, make_attention_init, set_fields
 from structinit_jax.data.datasets import CATALOG
 from structinit_jax.data.source import split_size
 from structinit_jax.models.timm import to_timm
