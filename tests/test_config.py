@@ -68,12 +68,6 @@ def my_scheme(strength=1.0):
     return lambda rng, site: strength
 
 
-def test_a_closed_form_without_learned_positions_is_refused():
-    config = changed("attention_init.name", "impulse_2025")
-    with pytest.raises(InputError, match=r"config\.model\.positions='sincos'"):
-        config_lib.validate(config)
-
-
 class Extended(VisionTransformer):
     """A model of a user's own with a field that its family does not have."""
 
@@ -119,22 +113,17 @@ def test_fields_are_set_from_text(path, text, value):
 
 
 @pytest.mark.parametrize(
-    ("path", "text", "message"),
+    ("path", "text", "word"),
     [
-        ("seed", "1.5", "=1.5 must be of type int"),
-        ("learning_rate", "1e-3.5", "=1e-3.5 must be of type float"),
-        ("data.drop_remainder", "maybe", "=maybe must be of type bool"),
-        (
-            "attention_init.kernel",
-            "5",
-            " does not exist: did you mean 'attention_init.kernel_size'",
-        ),
+        ("seed", "1.5", "int"),
+        ("learning_rate", "1e-3.5", "float"),
+        ("data.drop_remainder", "maybe", "bool"),
+        ("attention_init.kernel", "5", "'attention_init.kernel_size'"),
     ],
 )
-def test_other_text_and_fields_are_refused(path, text, message):
-    with pytest.raises(InputError) as caught:
+def test_other_text_and_fields_are_refused(path, text, word):
+    with pytest.raises(InputError, match=rf"^config\.{path}.* {word}"):
         config_lib.set_field(config_lib.base_config(), path, text)
-    assert str(caught.value).startswith(f"config.{path}{message}")
 
 
 FILE = """

@@ -99,15 +99,13 @@ def test_targets_out_of_reach_are_reported_once(tiny_config, heads, warned):
 
 
 def test_a_file_that_does_not_fit_is_refused(tiny_config, teacher, tmp_path):
-    model = build.make_model(tiny_config, make_mesh())
-
-    def check(path, message):
-        with pytest.raises(InputError, match=message):
-            initialize_from_file(model, 0, str(path))
-
-    check(tmp_path / "nothing.safetensors", r"config\.start_from=.*nothing\.safetensors' cannot be")
-    (tmp_path / "text").write_text("not weights")
-    check(tmp_path / "text", "must be a safetensors file")
     tiny_config.model.depth = 4
     model = build.make_model(tiny_config, make_mesh())
-    check(teacher[1], r"does not fit the model: .*blocks\.3\.")
+    (tmp_path / "text").write_text("not weights")
+    for path, message in (
+        (f"{tmp_path}/nothing", r"config\.start_from=.*nothing' cannot be read"),
+        (f"{tmp_path}/text", "must be a safetensors file"),
+        (teacher[1], r"does not fit the model: .*blocks\.3\."),
+    ):
+        with pytest.raises(InputError, match=message):
+            initialize_from_file(model, 0, path)

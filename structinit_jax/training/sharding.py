@@ -66,11 +66,6 @@ def describe(mesh: Mesh) -> str:
 # -- placement of the state ------------------------------------------------------------------------
 
 
-def replicate(mesh: Mesh, shapes: Any) -> Any:
-    """Adds to each `ShapeDtypeStruct` of a tree the sharding `replicated`."""
-    return jax.tree.map(lambda leaf: leaf.update(sharding=replicated(mesh)), shapes)
-
-
 def shard_params(mesh: Mesh, params: Any, stacks: Sequence[str]) -> Any:
     """Adds a sharding over 'fsdp' to each `ShapeDtypeStruct` of a model's parameters.
 

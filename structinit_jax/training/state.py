@@ -78,7 +78,8 @@ def abstract_model(
         lambda path, _: model.decays([key.key for key in path]), params
     )
     params = sharding.shard_params(mesh, params, stacks)
-    model_state = sharding.replicate(mesh, model_state)
+    everywhere = sharding.replicated(mesh)
+    model_state = jax.tree.map(lambda leaf: leaf.update(sharding=everywhere), model_state)
     return AbstractModel(create, mesh, graphdef, params, model_state, stacks, decayed)
 
 
@@ -89,9 +90,8 @@ def abstract_state(
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(model.mesh))
     opt_state = jax.eval_shape(optimizer.init, model.params)
     opt_state = sharding.shard_opt_state(model.mesh, opt_state, model.params, model.stacks)
-    ema = None
-    if with_averages:
-        ema = {"params": model.params, "model_state": model.model_state}
+    averages = {"params": model.params, "model_state": model.model_state}
+    ema = averages if with_averages else None
     return TrainState(step, model.params, model.model_state, opt_state, ema)
 
 

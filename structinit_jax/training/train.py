@@ -114,10 +114,8 @@ def train(
                 weights = state_lib.initialize_from_file(model, config.seed, config.start_from)
                 print(f"weights selected from {printable(config.start_from)}, without a scheme")
             else:
-                name = config.attention_init.name
-                print(f"attention_init {name}: compiling", flush=True)
                 initial = state_lib.initialize_model(model, scheme, config.seed)
-                print(f"attention_init {name}: {initial}", flush=True)
+                print(f"attention_init {config.attention_init.name}: {initial}", flush=True)
                 init_metrics = initial.metrics
                 weights = initial.weights
                 del initial
