@@ -15,7 +15,9 @@ _NAMES = {
     "attention_init": (
         "AttentionSite",
         "AttentionWeights",
+        "ConvSite",
         "RotarySite",
+        "TokenMixingSite",
         "WindowSite",
         "default",
         "impulse",
@@ -26,6 +28,8 @@ _NAMES = {
         "rotary_angles",
         "sincos_positions",
     ),
+    "config": ("base_config", "load_config"),
+    "errors": ("InputError",),
     "interop": ("initialize", "torch_maps"),
     "models": ("ConvMixer", "MlpMixer", "SwinTransformer", "VisionTransformer"),
     "models.timm": ("from_timm", "select_weights", "to_timm"),
