@@ -68,7 +68,8 @@ def run(
 def _exit_now(status: int) -> None:
     """Exits without waiting for the other processes, or for a step that is compiling."""
     sys.stdout.flush()
-    if jax.distributed.is_initialized() and jax.process_index() == 0:
+    several = jax.distributed.is_initialized() and jax.process_count() > 1
+    if several and jax.process_index() == 0:
         time.sleep(5)  # JAX ends the others with messages of its own once process 0 has exited
     os._exit(status)
 

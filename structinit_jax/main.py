@@ -33,7 +33,7 @@ with epy.lazy_imports():  # most runs need no dry run, and matplotlib at an eval
 def define_flags() -> None:
     """Defines the flags of this command alone."""
     flags.DEFINE_enum("mode", "train", ["train", "eval"], "Train, or evaluate a checkpoint.")
-    text = "Print sizes and costs without reading images or computing initial weights."
+    text = "Print sizes and memory without reading images or computing initial weights."
     flags.DEFINE_bool("dry_run", False, text)
     text = "Devices to compile for in a dry run, such as tpu-v5e:4x8 or h100:2x8."
     flags.DEFINE_string("target", None, text)

@@ -126,8 +126,8 @@ def report(dataset: Dataset, num_checked: int) -> None:
                 bad += line.startswith("bad: ")
     if bad:
         raise InputError(
-            f"{bad} lines above begin with 'bad': mend these images and labels, or leave images "
-            "out of training with --config.data.on_bad_image=skip"
+            f"{bad} bad images or labels are listed above: mend them; images that cannot be "
+            "decoded can be left out of training with --config.data.on_bad_image=skip"
         )
 
 

@@ -92,7 +92,7 @@ def test_a_process_started_alone_gives_up(tmp_path):
     alone = [*TINY, f"--workdir={tmp_path}", coordinator(), "--num_processes=2"]
     result = start(1, *alone, "--process_id=1", "--join_timeout=2").wait(timeout=60)
     assert result.returncode != 0
-    assert "waiting up to 2 s until all processes have joined" in result.stdout
+    assert "waiting up to 2 s until all processes have joined" in result.stderr
 
 
 def test_a_mistake_that_one_process_sees_ends_the_run_with_its_message(tmp_path):

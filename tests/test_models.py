@@ -93,8 +93,8 @@ def test_images_that_the_model_was_not_built_for_are_refused(family, shape):
 
 def test_layer_norms_have_timms_epsilon():
     for family, epsilon in (("vit", 1e-6), ("swin", 1e-5), ("mixer", 1e-6)):
-        modules = [module for _, module in nnx.iter_modules(make(family))]
-        assert {m.epsilon for m in modules if isinstance(m, nnx.LayerNorm)} == {epsilon}
+        nodes = [node for _, node in nnx.iter_graph(make(family))]
+        assert {n.epsilon for n in nodes if isinstance(n, nnx.LayerNorm)} == {epsilon}
 
 
 def test_models_say_which_arrays_have_a_layer_axis():

@@ -67,8 +67,9 @@ class AttentionStack(_Site):
     @property
     def sizes(self) -> AttentionStack:
         """The site without its arrays, as a static argument of jit, which must be hashable."""
-        fields = dataclasses.fields(AttentionStack)
-        return AttentionStack(**{field.name: getattr(self, field.name) for field in fields})
+        names = [field.name for field in dataclasses.fields(AttentionStack)]
+        values = {name: getattr(self, name) for name in names}
+        return AttentionStack(**values | {"qk_scale": float(self.qk_scale)})  # may be a JAX scalar
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,7 +43,7 @@ def markdown(comparison: Comparison) -> str:
         "Accuracy after the last epoch in percent: mean ± standard deviation over seeds. "
         + interval,
         *_other_fields(info),
-        *(f"{name}: {fact['note']}" for name, fact in info["settings"].items() if fact["note"]),
+        *(f"{name}: {fact['note']}" for name, fact in info["settings"].items() if fact.get("note")),
     ]
     if any(run.status == "done" for run in every):
         parts.append(f"![Accuracy by epoch]({CURVES})")

@@ -158,8 +158,7 @@ class Model(nnx.Module):
 
         All arrays below these paths, and no others, have a leading layer axis.
         """
-        modules = nnx.iter_modules(self)
-        paths = [path for path, module in modules if isinstance(module, StackedBlock)]
+        paths = [path for path, node in nnx.iter_graph(self) if isinstance(node, StackedBlock)]
         return tuple("/".join(map(str, path)) for path in paths)
 
     def decays(self, path: Sequence[str | int]) -> bool:

@@ -86,7 +86,7 @@ def read_run(folder: epath.Path) -> dict[str, Any]:
     'evaluation': what the accuracy was measured on.
     """
     run = _read_json(folder / RUN)
-    if (version := run["version"]) != VERSION:
+    if (version := run.get("version", 1)) != VERSION:
         raise OtherVersionError(
             f"{folder} has version {version} of the format, but this package reads {VERSION}: use "
             "the version of the package that wrote it, or another workdir"

@@ -51,6 +51,7 @@ def join(
     print(
         f"waiting up to {timeout:.0f} s until all processes have joined; to train on this machine "
         "alone, pass --num_processes=1",
+        file=sys.stderr,
         flush=True,
     )
     try:

@@ -129,9 +129,9 @@ def gather_by_block(model: nnx.Module, mesh: Mesh) -> None:
     """
     if mesh.shape[FSDP_AXIS] == 1:
         return
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, StackedBlock):
-            module.hook = functools.partial(_gather_block, mesh)
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, StackedBlock):
+            node.hook = functools.partial(_gather_block, mesh)
 
 
 def _gather_block(mesh, block):

@@ -252,8 +252,8 @@ def _check_finite(steps, checkpoints):
         raise StoppedError(
             f"after step {step} the state is not finite (loss {values['loss']}, gradient norm "
             f"{values['gradient_norm']}). Training stops; the checkpoints are not affected.\n"
-            f"To see the images of this step, run structinit_jax.show with --step={step}. The same "
-            f"command resumes from step {checkpoints.latest_step or 0} and repeats the step: lower "
-            "config.learning_rate or set config.clip_norm",
+            f"To see the images of this step, run structinit_jax.show with --step={step} and this "
+            f"--workdir. The same command resumes from step {checkpoints.latest_step or 0} and "
+            "repeats the step: lower config.learning_rate or set config.clip_norm",
             exit_code=2,  # A launcher must not restart the run, since it would end like this again.
         )
