@@ -210,7 +210,7 @@ def test_positions_are_required_and_checked():
     with pytest.raises(InputError, match=r"AttentionSite.positions=None"):
         impulse()(RNG, make_site(positions=None))
     one = make_site(grid=(1, 1), positions=np.ones((1, WIDTH)), positions_trainable=True)
-    with pytest.raises(InputError, match="positions are equal for all tokens"):
+    with pytest.raises(InputError, match="a larger grid"):
         impulse()(RNG, one)
     for same in (np.ones((35, WIDTH), np.float32), jnp.full((35, WIDTH), jnp.nan)):
         for scheme in (impulse_2025(), impulse(replace_positions=False)):

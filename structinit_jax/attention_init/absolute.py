@@ -66,9 +66,9 @@ def impulse(
     layers only.
     """
     targets = filter_maps(site.grid, kernel_size, filters, dilation)
+    require_above_uniform(target_mass, targets)
     new_positions = trained_positions(site, replace=replace_positions, scale=POSITION_SCALE)
     positions = start_positions(site, new_positions)
-    require_above_uniform(target_mass, targets)
     options = {}
     if "position_scale" in new_positions:
         z, basis = learned_row_space(layer_norm(jnp.asarray(positions)))
