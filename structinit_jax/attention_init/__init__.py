@@ -242,9 +242,7 @@ def mimetic(
         mimetic,
         locals(),
         {
-            AttentionSite: partial(absolute.baseline, draw=near_identity.mimetic),
-            RotarySite: partial(draws.baseline, draw=near_identity.mimetic),
-            WindowSite: partial(draws.baseline, draw=near_identity.mimetic),
+            **_attention_baselines(near_identity.mimetic),
             TokenMixingSite: token_mixing.mlp_mimetic,
         },
     )
@@ -266,9 +264,7 @@ def default(
         default,
         locals(),
         {
-            AttentionSite: partial(absolute.baseline, draw=draws.base_weights),
-            RotarySite: partial(draws.baseline, draw=draws.base_weights),
-            WindowSite: partial(draws.baseline, draw=draws.base_weights),
+            **_attention_baselines(draws.base_weights),
             TokenMixingSite: lambda rng, site: TokenMixingWeights(),  # The model keeps its own.
             ConvSite: token_mixing.conv_default,
         },
@@ -279,6 +275,17 @@ SCHEMES: dict[str, Callable[..., AttentionInit]] = {
     scheme.__name__: scheme
     for scheme in (impulse, impulse_2024, impulse_2025, impulse_mimetic, mimetic, default)
 }
+
+
+def _attention_baselines(
+    draw: Callable[..., AttentionWeights],
+) -> dict[type, Callable[..., AttentionWeights]]:
+    """Functions for the three kinds of attention, whose weights are `draw`'s times factors."""
+    return {
+        AttentionSite: partial(absolute.baseline, draw=draw),
+        RotarySite: partial(draws.baseline, draw=draw),
+        WindowSite: partial(draws.baseline, draw=draw),
+    }
 
 
 def _by_site(
