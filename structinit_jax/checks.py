@@ -8,9 +8,11 @@ the value must be, in a dataclass of fields or in the signature of a function:
     pool: Literal["mean", "class_token"] = "mean"
     layer_scale: NonNegativeFloat | None = None
 
-`check_fields` checks values by these annotations, and `require` whatever depends on several fields.
+`check_fields` checks values by these annotations, `checked` the arguments of a call, and `require`
+whatever depends on several fields.
 """
 
+import functools
 import importlib
 import inspect
 import math
@@ -18,13 +20,16 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 
 from structinit_jax.errors import InputError, suggest
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Check(NamedTuple):
@@ -94,6 +99,17 @@ def check_fields(owner: Callable[..., Any], values: Mapping[str, Any], prefix: s
         require(f"{prefix}{name}", value, *_check_of(hints[name]))
 
 
+def checked(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorates a function such that `check_fields` checks its keyword arguments before a call."""
+
+    @functools.wraps(function)
+    def check_and_call(*args: P.args, **kwargs: P.kwargs) -> T:
+        check_fields(function, kwargs)
+        return function(*args, **kwargs)
+
+    return check_and_call
+
+
 def _check_of(hint: Any) -> Check:
     """Returns the check that an annotation asks for."""
     arguments = typing.get_args(hint)
@@ -108,7 +124,7 @@ def _check_of(hint: Any) -> Check:
                 " or ".join(dict.fromkeys(check.needs for check in checks)),
                 lambda x: any(check.accepts(x) for check in checks),
             )
-        case origin if origin is tuple:
+        case origin if origin in (tuple, Sequence):
             each = _check_of(arguments[0])
             return Check(
                 f"a tuple, each element {each.needs}",

@@ -1,6 +1,5 @@
 """Self-attention and the transformer block that ViT and Swin share."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -8,28 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import AttentionWeights
-from structinit_jax.checks import PositiveFloat
 from structinit_jax.errors import InputError
 from structinit_jax.models.layers import (
     BASE_INITS,
     RESIDUAL,
+    BaseInit,
+    LinearInit,
     Mlp,
     PreNormBlock,
     layer_norm,
     set_weight,
     truncated_normal,
 )
-from structinit_jax.models.model import ModelConfig
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TransformerConfig(ModelConfig):
-    """Fields of the families whose stacks are `Block`s."""
-
-    mlp_ratio: PositiveFloat = 4.0
 
 
 class Attention(nnx.Module):
@@ -38,12 +31,13 @@ class Attention(nnx.Module):
     Unlike Flax's, it keeps no maps for the gradient and can add a bias to the logits.
     """
 
-    def __init__(self, config: TransformerConfig, *, width: int, num_heads: int, rngs: nnx.Rngs):
+    def __init__(
+        self, width: int, num_heads: int, *, init: LinearInit, dtype: DTypeLike, rngs: nnx.Rngs
+    ):
         if width % num_heads:
             raise InputError(f"num_heads={num_heads} does not divide the width={width}")
         heads = (num_heads, width // num_heads)
-        init = BASE_INITS[config.base_init](width)
-        options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs, **init)
+        options = dict(dtype=dtype, rngs=rngs, **init(width))
         self.query = nnx.LinearGeneral(width, heads, **options)
         self.key = nnx.LinearGeneral(width, heads, **options)
         self.value = nnx.LinearGeneral(width, heads, **options)
@@ -245,25 +239,26 @@ class Block(PreNormBlock):
 
     def __init__(
         self,
-        config: TransformerConfig,
         *,
         width: int,
         num_heads: int,
+        mlp_ratio: float,
+        base_init: BaseInit,
+        dtype: DTypeLike,
         epsilon: float = 1e-6,
         layer_scale: float = 0.0,
         position_bias_rows: int = 0,
         rngs: nnx.Rngs,
     ):
-        options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
+        options = dict(dtype=dtype, rngs=rngs)
+        init = BASE_INITS[base_init]
         self.norm1 = layer_norm(width, epsilon=epsilon, **options)
-        self.attention = Attention(config, width=width, num_heads=num_heads, rngs=rngs)
+        self.attention = Attention(width, num_heads, init=init, **options)
         if position_bias_rows:
             table = truncated_normal(rngs.params(), (position_bias_rows, num_heads))
             self.relative_position_bias = nnx.Param(table)
         self.norm2 = layer_norm(width, epsilon=epsilon, **options)
-        init = BASE_INITS[config.base_init]
-        hidden = int(width * config.mlp_ratio)
-        self.mlp = Mlp(width, hidden, init=init, **options)
+        self.mlp = Mlp(width, int(width * mlp_ratio), init=init, **options)
         if layer_scale:
             self.scale1 = nnx.Param(jnp.full((width,), layer_scale))
             self.scale2 = nnx.Param(jnp.full((width,), layer_scale))

@@ -1,37 +1,35 @@
 """ConvMixer (Trockman & Kolter 2022, arXiv:2201.09792) with timm's conventions, in Flax NNX."""
 
-import dataclasses
+from __future__ import annotations  # so that signatures show the names of checked types
+
 from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from structinit_jax.attention_init import ConvSite, ConvWeights
-from structinit_jax.checks import PositiveInt
+from structinit_jax.attention_init import AttentionInit, ConvSite, ConvWeights
+from structinit_jax.checks import Fraction, PositiveInt, checked
 from structinit_jax.models import layers
-from structinit_jax.models.layers import Rng
-from structinit_jax.models.model import Model, ModelConfig, make_stack, run_stack, token_grid
+from structinit_jax.models.layers import BaseInit, Rng
+from structinit_jax.models.model import (
+    Dtype,
+    ImageSize,
+    Model,
+    Remat,
+    make_stack,
+    run_stack,
+    token_grid,
+)
 
 _IMAGENET = dict(image_size=224, depth=20, kernel_size=9)
 
 
 class FixedWeight(nnx.Variable):
     """A weight that is not trained: it has no gradient, weight decay or optimizer state."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ConvMixerConfig(ModelConfig):
-    """Fields of a `ConvMixer`."""
-
-    image_size: int | tuple[int, int] = 32
-    patch_size: PositiveInt = 2
-    width: PositiveInt = 256
-    depth: PositiveInt = 8
-    kernel_size: PositiveInt = 5
-    spatial_filters: Literal["trained", "fixed"] = "trained"
 
 
 class ConvMixer(Model):
@@ -50,10 +48,8 @@ class ConvMixer(Model):
         to the right.
       spatial_filters: 'trained', or 'fixed': the filters and their biases are not trained.
 
-    `Model.__init__` describes the other arguments.
+    `Model` describes the other arguments.
     """
-
-    Config = ConvMixerConfig
 
     # The last three are the 2024 paper's CIFAR-10 models (table 4; also with kernel sizes 3 and 8).
     # Depth 6 for width 512 is the program's; the paper's text says 8.
@@ -65,21 +61,50 @@ class ConvMixer(Model):
         "convmixer_512_8": dict(width=512, depth=8),
     }
 
-    def _make_layers(self, channels: int, rngs: nnx.Rngs) -> None:
-        config = self.config
-        width = config.width
-        token_grid(config.image_size, config.patch_size)  # It raises unless patches fill the image.
-        options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
-        self.patch_embedding = layers.PatchEmbedding(config.patch_size, channels, width, **options)
+    @checked
+    def __init__(
+        self,
+        *,
+        image_size: ImageSize = 32,
+        channels: PositiveInt,
+        num_classes: PositiveInt = 1000,
+        patch_size: PositiveInt = 2,
+        width: PositiveInt = 256,
+        depth: PositiveInt = 8,
+        kernel_size: PositiveInt = 5,
+        spatial_filters: Literal["trained", "fixed"] = "trained",
+        drop_path: Fraction = 0.0,
+        base_init: BaseInit = "timm",
+        dtype: Dtype = "float32",
+        remat: Remat = "none",
+        attention_init: AttentionInit | None = None,
+        rngs: nnx.Rngs,
+    ):
+        del base_init  # timm keeps PyTorch's defaults here.
+        token_grid(image_size, patch_size)  # It raises unless patches fill the image.
+        self.depth = depth
+        self.drop_path = drop_path
+        self.remat = remat
+
+        options = dict(dtype=jnp.dtype(dtype), rngs=rngs)
+        self.patch_embedding = layers.PatchEmbedding(patch_size, channels, width, **options)
         self.stem_norm = BatchNorm(width)
-        self.blocks = make_stack(ConvMixerBlock, config.depth, config=config, rngs=rngs)
-        head_init = layers.pytorch_init(width)
-        self.head = nnx.Linear(width, config.num_classes, **head_init, rngs=rngs)
+        self.blocks = make_stack(
+            ConvMixerBlock,
+            depth,
+            width=width,
+            kernel_size=kernel_size,
+            fixed=spatial_filters == "fixed",
+            **options,
+        )
+        self.head = nnx.Linear(width, num_classes, **layers.pytorch_init(width), rngs=rngs)
+        if attention_init is not None:
+            self.initialize_attention(attention_init, rngs.params())
 
     def sites(self) -> dict[str, ConvSite]:
         """See `Model.sites`."""
-        c = self.config
-        return {"blocks": ConvSite(c.kernel_size, width=c.width, num_layers=c.depth)}
+        num_layers, kernel_size, _, width = self.blocks.spatial.kernel.shape
+        return {"blocks": ConvSite(kernel_size, width=width, num_layers=num_layers)}
 
     def __call__(
         self, images: Float[Array, "B H W C"], *, rng: Rng = None, with_maps: bool = False
@@ -90,11 +115,10 @@ class ConvMixer(Model):
         'stem' [B, rows, cols, D]; 'blocks' with 'spatial', 'output' [L, B, rows, cols, D];
         'pooled' [B, D].
         """
-        config = self.config
         stem = layers.gelu(self.patch_embedding(images))
         stem = self.stem_norm(stem, training=rng is not None)
-        rates = np.linspace(0, config.drop_path, config.depth, dtype=np.float32)
-        x, blocks = run_stack(self.blocks, stem, config=config, drop_path_rates=rates, rng=rng)
+        rates = np.linspace(0, self.drop_path, self.depth, dtype=np.float32)
+        x, blocks = run_stack(self.blocks, stem, remat=self.remat, drop_path_rates=rates, rng=rng)
         pooled = x.astype(jnp.float32).mean(axis=(1, 2))
         return self.head(pooled), dict(stem=stem, blocks=blocks, pooled=pooled)
 
@@ -102,11 +126,11 @@ class ConvMixer(Model):
 class ConvMixerBlock(layers.StackedBlock):
     """x + norm1(gelu(spatial(x))), then norm2(gelu(channel(x))): depthwise, then pointwise."""
 
-    def __init__(self, config: ConvMixerConfig, *, rngs: nnx.Rngs):
-        width = config.width
-        options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
-        fixed = config.spatial_filters == "fixed"
-        self.spatial = DepthwiseConv(width, config.kernel_size, fixed=fixed, **options)
+    def __init__(
+        self, *, width: int, kernel_size: int, fixed: bool, dtype: DTypeLike, rngs: nnx.Rngs
+    ):
+        options = dict(dtype=dtype, rngs=rngs)
+        self.spatial = DepthwiseConv(width, kernel_size, fixed=fixed, **options)
         self.norm1 = BatchNorm(width)
         self.channel = nnx.Linear(width, width, **layers.pytorch_init(width), **options)
         self.norm2 = BatchNorm(width)

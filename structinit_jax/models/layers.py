@@ -7,7 +7,7 @@ the computation; parameters are float32 and drawn from the `params` stream of `r
 import functools
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -64,8 +64,9 @@ def timm_init(fan_in: int) -> dict[str, nnx.Initializer]:
     return dict(kernel_init=truncated_normal, bias_init=nnx.initializers.zeros)
 
 
+BaseInit = Literal["timm", "pytorch"]
 LinearInit = Callable[[int], dict[str, nnx.Initializer]]
-BASE_INITS: dict[str, LinearInit] = {"timm": timm_init, "pytorch": pytorch_init}
+BASE_INITS: dict[BaseInit, LinearInit] = {"timm": timm_init, "pytorch": pytorch_init}
 
 
 def drop_path(x: Float[Array, "B *rest"], rate: Float[Array, ""] | None, rng: Rng) -> Array:

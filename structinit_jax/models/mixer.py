@@ -1,28 +1,28 @@
 """MLP-Mixer (Tolstikhin et al. 2021, arXiv:2105.01601) with timm's conventions, in Flax NNX."""
 
-import dataclasses
+from __future__ import annotations  # so that signatures show the names of checked types
+
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from structinit_jax.attention_init import TokenMixingSite, TokenMixingWeights
-from structinit_jax.checks import PositiveFloat, PositiveInt
+from structinit_jax.attention_init import AttentionInit, TokenMixingSite, TokenMixingWeights
+from structinit_jax.checks import Fraction, PositiveFloat, PositiveInt, checked
 from structinit_jax.models import layers
-from structinit_jax.models.layers import Rng
-from structinit_jax.models.model import Model, ModelConfig, make_stack, run_stack, token_grid
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MixerConfig(ModelConfig):
-    """Fields of an `MlpMixer`."""
-
-    width: PositiveInt = 512
-    depth: PositiveInt = 8
-    token_mlp_ratio: PositiveFloat = 0.5
-    mlp_ratio: PositiveFloat = 4.0
+from structinit_jax.models.layers import BaseInit, Rng
+from structinit_jax.models.model import (
+    Dtype,
+    ImageSize,
+    Model,
+    Remat,
+    make_stack,
+    run_stack,
+    token_grid,
+)
 
 
 class MlpMixer(Model):
@@ -42,34 +42,62 @@ class MlpMixer(Model):
       token_mlp_ratio: Hidden width of the token-mixing MLP over D (not over N).
       mlp_ratio: Hidden width of the channel MLP over D.
 
-    `Model.__init__` describes the other arguments.
+    `Model` describes the other arguments.
     """
 
-    Config = MixerConfig
     VARIANTS: ClassVar = {
         f"mixer_{name}{patch}_224": dict(image_size=224, patch_size=patch, width=width, depth=depth)
         for name, width, depth in (("s", 512, 8), ("b", 768, 12), ("l", 1024, 24))
         for patch in (32, 16)
     }
 
-    def _make_layers(self, channels: int, rngs: nnx.Rngs) -> None:
-        config = self.config
-        width = config.width
-        self.grid = token_grid(config.image_size, config.patch_size)
-        options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
-        self.patch_embedding = layers.PatchEmbedding(config.patch_size, channels, width, **options)
+    @checked
+    def __init__(
+        self,
+        *,
+        image_size: ImageSize = 224,
+        channels: PositiveInt,
+        num_classes: PositiveInt = 1000,
+        patch_size: PositiveInt = 16,
+        width: PositiveInt = 512,
+        depth: PositiveInt = 8,
+        token_mlp_ratio: PositiveFloat = 0.5,
+        mlp_ratio: PositiveFloat = 4.0,
+        drop_path: Fraction = 0.0,
+        base_init: BaseInit = "timm",
+        dtype: Dtype = "float32",
+        remat: Remat = "none",
+        attention_init: AttentionInit | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.grid = token_grid(image_size, patch_size)
+        self.width = width
+        self.depth = depth
+        self.drop_path = drop_path
+        self.remat = remat
+
+        options = dict(dtype=jnp.dtype(dtype), rngs=rngs)
+        self.patch_embedding = layers.PatchEmbedding(patch_size, channels, width, **options)
         head_init = layers.pytorch_init(width)
-        if config.base_init == "timm":
+        if base_init == "timm":
             head_init = dict(kernel_init=nnx.initializers.zeros)
             kernel = self.patch_embedding.kernel
             kernel[...] = nnx.initializers.lecun_normal()(rngs.params(), kernel.shape)
             self.patch_embedding.bias[...] = jnp.zeros(width)
-
-        num_tokens = self.grid[0] * self.grid[1]
-        sizes = dict(config=config, num_tokens=num_tokens)
-        self.blocks = make_stack(MixerBlock, config.depth, **sizes, rngs=rngs)
+        self.blocks = make_stack(
+            MixerBlock,
+            depth,
+            num_tokens=self.grid[0] * self.grid[1],
+            width=width,
+            token_hidden=int(width * token_mlp_ratio),
+            hidden=int(width * mlp_ratio),
+            init=_timm_mlp_init if base_init == "timm" else layers.pytorch_init,
+            **options,
+        )
         self.norm = layers.layer_norm(width, **options)
-        self.head = nnx.Linear(width, config.num_classes, **head_init, rngs=rngs)
+        self.head = nnx.Linear(width, num_classes, **head_init, rngs=rngs)
+        if attention_init is not None:
+            self.initialize_attention(attention_init, rngs.params())
 
     def sites(self) -> dict[str, TokenMixingSite]:
         """See `Model.sites`."""
@@ -84,10 +112,11 @@ class MlpMixer(Model):
         The intermediates are 'patch_embedding' [B, N, D]; 'blocks' with 'token_mixing', 'mlp',
         'output' [L, B, N, D]; 'pooled' [B, D] after the norm.
         """
-        config = self.config
-        patches = self.patch_embedding(images, self.grid).reshape(images.shape[0], -1, config.width)
-        rates = np.full(config.depth, config.drop_path, np.float32)
-        x, blocks = run_stack(self.blocks, patches, config=config, drop_path_rates=rates, rng=rng)
+        patches = self.patch_embedding(images, self.grid).reshape(images.shape[0], -1, self.width)
+        rates = np.full(self.depth, self.drop_path, np.float32)
+        x, blocks = run_stack(
+            self.blocks, patches, remat=self.remat, drop_path_rates=rates, rng=rng
+        )
         pooled = self.norm(x).mean(axis=1)
         out = dict(patch_embedding=patches, blocks=blocks, pooled=pooled)
         return self.head(pooled.astype(jnp.float32)), out
@@ -98,15 +127,22 @@ class MixerBlock(layers.PreNormBlock):
 
     mix_name = "token_mixing"
 
-    def __init__(self, config: MixerConfig, *, num_tokens: int, rngs: nnx.Rngs):
-        width = config.width
-        options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
-        init = _timm_mlp_init if config.base_init == "timm" else layers.pytorch_init
-        mlp_options = options | dict(init=init)
+    def __init__(
+        self,
+        *,
+        num_tokens: int,
+        width: int,
+        token_hidden: int,
+        hidden: int,
+        init: layers.LinearInit,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        options = dict(dtype=dtype, rngs=rngs)
         self.norm1 = layers.layer_norm(width, **options)
-        self.token_mlp = layers.Mlp(num_tokens, int(width * config.token_mlp_ratio), **mlp_options)
+        self.token_mlp = layers.Mlp(num_tokens, token_hidden, init=init, **options)
         self.norm2 = layers.layer_norm(width, **options)
-        self.mlp = layers.Mlp(width, int(width * config.mlp_ratio), **mlp_options)
+        self.mlp = layers.Mlp(width, hidden, init=init, **options)
 
     def mix(self, x):
         """Applies the token-mixing MLP to [B, N, D]."""

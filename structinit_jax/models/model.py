@@ -1,12 +1,10 @@
-"""Base classes of the model families and their configs, and stacks of equal blocks.
+"""The base class of the model families, and stacks of equal blocks.
 
 Modules hold parameters and no random state, so they are plain pytrees. A call takes a random key
 `rng`, or None for evaluation. A stack of blocks is one module: that of a block, with a leading
 layer axis on each variable.
 """
 
-import dataclasses
-import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -25,7 +23,7 @@ from structinit_jax.attention_init import (
 )
 from structinit_jax.attention_init.draws import split_by_stack
 from structinit_jax.attention_init.sites import check_shape
-from structinit_jax.checks import Fraction, PositiveInt, check_fields, check_scheme
+from structinit_jax.checks import PositiveInt, check_scheme
 from structinit_jax.errors import InputError
 from structinit_jax.models.layers import RESIDUAL, Rng, StackedBlock, set_weight
 
@@ -51,86 +49,54 @@ REMAT_POLICIES = {  # The first is the fastest, the last needs the least memory.
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """Fields of every family (see `Model.__init__`). A run's `image_size` is in `config.data`."""
-
-    image_size: PositiveInt | tuple[PositiveInt, ...] = 224
-    num_classes: PositiveInt = 1000
-    patch_size: PositiveInt = 16
-    width: PositiveInt = 192
-    drop_path: Fraction = 0.0
-    base_init: Literal["timm", "pytorch"] = "timm"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    remat: Literal["none", "dots", "full"] = "none"
-
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> "ModelConfig":
-        """Returns the config with these fields, lists of JSON as tuples, or raises `InputError`."""
-        fields = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-        check_fields(cls, fields)
-        return cls(**fields)
+ImageSize = PositiveInt | Sequence[PositiveInt]
+Dtype = Literal["float32", "bfloat16"]
+Remat = Literal["none", "dots", "full"]
 
 
 class Model(nnx.Module):
     """Base class of the model families.
 
-    A family defines `Config`, `_make_layers(channels, rngs)`, which creates the layers that
-    `self.config` describes, `sites` and `__call__`, and may give changes to the defaults names in
-    `VARIANTS`. A class of your own may instead define a constructor and a static method
-    `default_config`, in place of the first two.
+    A family defines a constructor, `sites` and `__call__`, and may give changes to the defaults
+    names in `VARIANTS`. The constructor takes these arguments and those of the family:
+
+    Args:
+      image_size: Side of the images in pixels, or (height, width).
+      channels: Number of channels of the images.
+      num_classes: Number of classes.
+      patch_size: Side of a patch in pixels.
+      width: Number of channels D of a token.
+      drop_path: Rate of the last block, linear from 0; in MLP-Mixer of all blocks.
+      base_init: Initial weights, 'timm' as in timm's model or 'pytorch', the defaults of PyTorch's
+        layers, which timm keeps in ConvMixer.
+      dtype: Type of the computation, 'float32' or 'bfloat16'. Parameters are float32.
+      remat: What the training step recomputes to save memory, from little to much: 'none', 'dots'
+        or 'full' (see `run_stack`).
+      attention_init: Scheme for the initial weights of the stacks. None keeps the family's own.
+      rngs: Random streams. Initial weights are drawn from the stream `params`.
+
+    Raises:
+      InputError: An argument is invalid, or the sizes or the scheme do not fit.
     """
 
-    Config: ClassVar[type[ModelConfig]] = ModelConfig
     VARIANTS: ClassVar[Mapping[str, dict[str, Any]]] = {}
 
     def __init_subclass__(cls, **options):
         """Sets the signature, of which NNX's metaclass shows only (*args, **kwargs)."""
         super().__init_subclass__(**options)
         _, *parameters = inspect.signature(cls.__init__).parameters.values()
-        if cls.__init__ is Model.__init__:  # The fields replace **fields, which comes last.
-            by_name = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
-            fields = [by_name(f.name, default=f.default) for f in dataclasses.fields(cls.Config)]
-            parameters = fields + parameters[:-1]
         cls.__signature__ = inspect.Signature(parameters)
-
-    def __init__(
-        self,
-        *,
-        channels: int,
-        attention_init: AttentionInit | None = None,
-        rngs: nnx.Rngs,
-        **fields,
-    ):
-        """Creates the layers and draws their initial weights.
-
-        Raises `InputError` if a field is invalid, or if the sizes or the scheme do not fit.
-
-        Args:
-          image_size: Side of the images in pixels, or (height, width).
-          num_classes: Number of classes.
-          patch_size: Side of a patch in pixels.
-          width: Number of channels D of a token.
-          drop_path: Rate of the last block, linear from 0; in MLP-Mixer of all blocks.
-          base_init: Initial weights, 'timm' as in timm's model or 'pytorch', the defaults of
-            PyTorch's layers, which timm keeps in ConvMixer.
-          dtype: Type of the computation, 'float32' or 'bfloat16'. Parameters are float32.
-          remat: What the training step recomputes to save memory, from little to much: 'none',
-            'dots' or 'full' (see `run_stack`).
-          channels: Number of channels of the images.
-          attention_init: Scheme for the initial weights of the stacks. None keeps the family's own.
-          rngs: Random streams. Initial weights are drawn from the stream `params`.
-          **fields: The fields above, and those that the family's docstring describes.
-        """
-        self.config = self.Config.from_fields(fields)
-        self._make_layers(channels, rngs)
-        if attention_init is not None:
-            self.initialize_attention(attention_init, rngs.params())
 
     @classmethod
     def default_config(cls) -> dict[str, Any]:
-        """Returns the fields of a model, among them `num_classes` and `image_size`."""
-        return {field.name: field.default for field in dataclasses.fields(cls.Config)}
+        """Returns the fields of `config.model`: the constructor's arguments that have a default.
+
+        `attention_init`, which has a section of its own in the config, is not among them.
+        """
+        parameters = inspect.signature(cls.__init__).parameters
+        fields = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+        fields.pop("attention_init", None)
+        return fields
 
     def sites(self) -> dict[str, Site]:
         """Returns a site for each stack that a scheme initializes, by the stack's attribute.
@@ -217,7 +183,7 @@ def run_stack(
     blocks: StackedBlock,
     x: Float[Array, "B *grid D"],
     *,
-    config: ModelConfig,
+    remat: Remat,
     drop_path_rates: Float[np.ndarray, " L"],
     rng: Rng,
     cycle: Sequence[Mapping[str, Any]] = ({},),
@@ -230,7 +196,7 @@ def run_stack(
     `cycle` holds static arguments of successive blocks, repeated along the stack; a step of the
     scan runs one cycle. In the results, intermediates have a leading layer axis.
 
-    `config.remat` says what a step keeps for the gradient instead of recomputing it: 'none' keeps
+    `remat` says what a step keeps for the gradient instead of recomputing it: 'none' keeps
     what is costly to compute, 'dots' the outputs of linear layers, and 'full' only the step's
     input. All give the same gradients up to rounding.
     """
@@ -256,7 +222,7 @@ def run_stack(
             outs.append(out)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
 
-    policy = REMAT_POLICIES[config.remat]
+    policy = REMAT_POLICIES[remat]
     # Only outside loops can XLA merge what the backward pass recomputes with the forward pass, and
     # it unrolls a scan of one step.
     step = jax.checkpoint(step, policy=policy, prevent_cse=whole == period)

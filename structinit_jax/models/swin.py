@@ -1,21 +1,32 @@
 """Swin Transformer (Liu et al. 2021, arXiv:2103.14030) with timm's conventions, in Flax NNX."""
 
-import dataclasses
+from __future__ import annotations  # so that signatures show the names of checked types
+
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from structinit_jax.attention_init import AttentionWeights, WindowSite
-from structinit_jax.checks import PositiveInt
+from structinit_jax.attention_init import AttentionInit, AttentionWeights, WindowSite
+from structinit_jax.checks import Fraction, PositiveFloat, PositiveInt, checked
 from structinit_jax.errors import InputError
 from structinit_jax.models import layers
-from structinit_jax.models.attention import Block, TransformerConfig
-from structinit_jax.models.layers import Rng
-from structinit_jax.models.model import Model, image_sides, make_stack, run_stack
+from structinit_jax.models.attention import Block
+from structinit_jax.models.layers import BASE_INITS, BaseInit, Rng
+from structinit_jax.models.model import (
+    Dtype,
+    ImageSize,
+    Model,
+    Remat,
+    image_sides,
+    make_stack,
+    run_stack,
+)
 
 Sides = tuple[int, int]
 EPSILON = 1e-5  # Unlike timm's ViT, its Swin has this epsilon in every LayerNorm.
@@ -25,17 +36,6 @@ MASKED = -100.0  # As in timm, it is added to logits between tokens that a shift
 _TINY = dict(width=96, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24), image_size=224, window_size=7)
 _SMALL = _TINY | dict(depths=(2, 2, 18, 2))
 _BASE = _SMALL | dict(width=128, num_heads=(4, 8, 16, 32))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SwinConfig(TransformerConfig):
-    """Fields of a `SwinTransformer`."""
-
-    patch_size: PositiveInt = 4
-    width: PositiveInt = 96
-    depths: tuple[PositiveInt, ...] = (2, 2, 6, 2)
-    num_heads: tuple[PositiveInt, ...] = (3, 6, 12, 24)
-    window_size: PositiveInt = 7
 
 
 class SwinTransformer(Model):
@@ -56,10 +56,9 @@ class SwinTransformer(Model):
       mlp_ratio: Hidden width of the MLP over D.
       window_size: Side of a window in tokens. A smaller grid is one window, unshifted.
 
-    `Model.__init__` describes the other arguments.
+    `Model` describes the other arguments.
     """
 
-    Config = SwinConfig
     VARIANTS: ClassVar = {
         "swin_tiny_patch4_window7_224": _TINY,
         "swin_small_patch4_window7_224": _SMALL,
@@ -68,39 +67,72 @@ class SwinTransformer(Model):
         "swin_large_patch4_window7_224": _BASE | dict(width=192, num_heads=(6, 12, 24, 48)),
     }
 
-    def _make_layers(self, channels: int, rngs: nnx.Rngs) -> None:
-        config = self.config
-        if len(config.depths) != len(config.num_heads):
+    @checked
+    def __init__(
+        self,
+        *,
+        image_size: ImageSize = 224,
+        channels: PositiveInt,
+        num_classes: PositiveInt = 1000,
+        patch_size: PositiveInt = 4,
+        width: PositiveInt = 96,
+        depths: Sequence[PositiveInt] = (2, 2, 6, 2),
+        num_heads: Sequence[PositiveInt] = (3, 6, 12, 24),
+        mlp_ratio: PositiveFloat = 4.0,
+        window_size: PositiveInt = 7,
+        drop_path: Fraction = 0.0,
+        base_init: BaseInit = "timm",
+        dtype: Dtype = "float32",
+        remat: Remat = "none",
+        attention_init: AttentionInit | None = None,
+        rngs: nnx.Rngs,
+    ):
+        if len(depths) != len(num_heads):
             raise InputError(
-                f"depths={config.depths} and num_heads={config.num_heads} must have one number for "
-                "each stage"
+                f"depths={depths} and num_heads={num_heads} must have one number for each stage"
             )
-        width = config.width
-        options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
-        self.patch_embedding = layers.PatchEmbedding(config.patch_size, channels, width, **options)
+        self.patch_size = patch_size
+        self.grid = tuple(side // patch_size for side in image_sides(image_size))
+        self.depths = tuple(depths)  # a list in the JSON of a config
+        self.drop_path = drop_path
+        self.base_init = base_init
+        self.remat = remat
+
+        options = dict(dtype=jnp.dtype(dtype), rngs=rngs)
+        self.patch_embedding = layers.PatchEmbedding(patch_size, channels, width, **options)
         self.patch_norm = layers.layer_norm(width, epsilon=EPSILON, **options)
-        self.grid = tuple(side // config.patch_size for side in image_sides(config.image_size))
         grid = self.grid
-        for i, (depth, num_heads) in enumerate(zip(config.depths, config.num_heads, strict=True)):
+        for i, (depth, heads) in enumerate(zip(depths, num_heads, strict=True)):
             if i:
                 grid = tuple(-(-side // 2) for side in grid)
                 width = 2 * width
-            sizes = dict(width=width, num_heads=num_heads, depth=depth, grid=grid)
-            setattr(self, f"stage{i + 1}", SwinStage(config, **sizes, merge=i > 0, rngs=rngs))
+            stage = SwinStage(
+                grid=grid,
+                window_size=window_size,
+                merge=i > 0,
+                depth=depth,
+                width=width,
+                num_heads=heads,
+                mlp_ratio=mlp_ratio,
+                base_init=base_init,
+                **options,
+            )
+            setattr(self, f"stage{i + 1}", stage)
         self.norm = layers.layer_norm(width, epsilon=EPSILON, **options)
-        head_init = layers.BASE_INITS[config.base_init](width)
-        self.head = nnx.Linear(width, config.num_classes, **head_init, rngs=rngs)
+        self.head = nnx.Linear(width, num_classes, **BASE_INITS[base_init](width), rngs=rngs)
+        if attention_init is not None:
+            self.initialize_attention(attention_init, rngs.params())
 
     @property
-    def stages(self) -> tuple["SwinStage", ...]:
+    def stages(self) -> tuple[SwinStage, ...]:
         """The stages, first to last."""
-        return tuple(getattr(self, f"stage{i + 1}") for i in range(len(self.config.depths)))
+        return tuple(getattr(self, f"stage{i + 1}") for i in range(len(self.depths)))
 
     def sites(self) -> dict[str, WindowSite]:
         """See `Model.sites`."""
         return {
             f"stage{i + 1}": WindowSite(
-                grid=stage.window, base_init=self.config.base_init, **stage.blocks.sizes()
+                grid=stage.window, base_init=self.base_init, **stage.blocks.sizes()
             )
             for i, stage in enumerate(self.stages)
         }
@@ -115,17 +147,16 @@ class SwinTransformer(Model):
         'output' [L, B, r, c, E] and 'attention_maps' [L, B, W, h, n, n] of the W windows of the
         shifted and padded grid; 'pooled' [B, E] after the norm.
         """
-        config = self.config
-        rates = np.linspace(0, config.drop_path, sum(config.depths), dtype=np.float32)
-        rates = np.split(rates, np.cumsum(config.depths)[:-1])
+        rates = np.linspace(0, self.drop_path, sum(self.depths), dtype=np.float32)
+        rates = np.split(rates, np.cumsum(self.depths)[:-1])
         stages = self.stages
         rngs = [None] * len(stages) if rng is None else jax.random.split(rng, len(stages))
-        height, width = (side - side % config.patch_size for side in images.shape[1:3])
+        height, width = (side - side % self.patch_size for side in images.shape[1:3])
         embedded = self.patch_norm(self.patch_embedding(images[:, :height, :width], self.grid))
         x = embedded
         outs = []
         for stage, stage_rates, stage_rng in zip(stages, rates, rngs, strict=True):
-            options = dict(config=config, with_maps=with_maps)
+            options = dict(remat=self.remat, with_maps=with_maps)
             x, out = stage(x, drop_path_rates=stage_rates, rng=stage_rng, **options)
             outs.append(out)
         pooled = self.norm(x).mean(axis=(1, 2))
@@ -141,21 +172,24 @@ class SwinStage(nnx.Module):
 
     def __init__(
         self,
-        config: SwinConfig,
         *,
-        width: int,
-        num_heads: int,
-        depth: int,
         grid: Sides,
+        window_size: int,
         merge: bool,
+        depth: int,
+        width: int,
+        base_init: BaseInit,
+        dtype: DTypeLike,
         rngs: nnx.Rngs,
+        **block_options,
     ):
-        size = config.window_size
-        self.window = tuple(min(side, size) for side in grid)
-        self.shift = tuple(size // 2 if side > size else 0 for side in grid)
-        self.merging = PatchMerging(config, width // 2, rngs=rngs) if merge else None
-        options = dict(width=width, num_heads=num_heads, window=self.window, rngs=rngs)
-        self.blocks = make_stack(SwinBlock, depth, config=config, **options)
+        options = dict(base_init=base_init, dtype=dtype, rngs=rngs)
+        self.window = tuple(min(side, window_size) for side in grid)
+        self.shift = tuple(window_size // 2 if side > window_size else 0 for side in grid)
+        self.merging = PatchMerging(width // 2, **options) if merge else None
+        self.blocks = make_stack(
+            SwinBlock, depth, window=self.window, width=width, **options, **block_options
+        )
 
     def set_weights(self, weights: AttentionWeights) -> None:
         """Writes the weights that a scheme returns into the blocks."""
@@ -181,11 +215,11 @@ class PatchMerging(nnx.Module):
     A grid with an odd side is padded with zeros.
     """
 
-    def __init__(self, config: SwinConfig, width: int, *, rngs: nnx.Rngs):
-        options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
+    def __init__(self, width: int, *, base_init: BaseInit, dtype: DTypeLike, rngs: nnx.Rngs):
+        options = dict(dtype=dtype, rngs=rngs)
         inputs = 4 * width
         self.norm = layers.layer_norm(inputs, epsilon=EPSILON, **options)
-        init = layers.BASE_INITS[config.base_init](inputs)
+        init = BASE_INITS[base_init](inputs)
         self.reduction = nnx.Linear(inputs, 2 * width, use_bias=False, **init, **options)
 
     def __call__(self, x: Float[Array, "B rows cols D"]) -> Float[Array, "B r c E"]:
@@ -201,9 +235,9 @@ class PatchMerging(nnx.Module):
 class SwinBlock(Block):
     """A pre-norm block that attends within windows, with a relative position bias."""
 
-    def __init__(self, config: SwinConfig, *, window: Sides, **sizes):
+    def __init__(self, *, window: Sides, **options):
         rows = (2 * window[0] - 1) * (2 * window[1] - 1)
-        super().__init__(config, position_bias_rows=rows, epsilon=EPSILON, **sizes)
+        super().__init__(position_bias_rows=rows, epsilon=EPSILON, **options)
         self.window = window
 
     def mix(self, x, *, shift, with_maps=False):

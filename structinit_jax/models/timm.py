@@ -115,27 +115,27 @@ def _timm_entries(model: nnx.Module) -> Iterator[Entry]:
 
 def _vit_entries(model: VisionTransformer) -> Iterator[Entry]:
     """Maps timm's `VisionTransformer`, or with rotary positions its `Eva`."""
-    rope = model.config.positions == "rope"
+    rope = model.position_kind == "rope"
     scales = ("gamma_1", "gamma_2") if rope else ("ls1.gamma", "ls2.gamma")
     yield from conv("patch_embed.proj", "patch_embedding")
-    if model.config.pool == "class_token":
+    if model.pool == "class_token":
         yield same("cls_token", "class_token", lead=2)
     if model.positions is not None:
         yield same("pos_embed", "positions", lead=1)
     elif not rope:  # timm does not save rotations
         yield _fixed_positions(model)
-    for i in range(model.config.depth):
+    for i in range(model.depth):
         yield from _block(f"blocks.{i}", "blocks", i)
         if model.blocks.scale1 is not None:
             yield same(f"blocks.{i}.{scales[0]}", "blocks/scale1", i)
             yield same(f"blocks.{i}.{scales[1]}", "blocks/scale2", i)
-    yield from norm("fc_norm" if model.config.pool == "mean" else "norm", "norm")
+    yield from norm("fc_norm" if model.pool == "mean" else "norm", "norm")
     yield from linear("head", "head")
 
 
 def _fixed_positions(model: VisionTransformer) -> Entry:
     """Maps the sin-cos encoding, which timm stores as a weight and our model computes."""
-    num_prefix = model.config.num_prefix
+    num_prefix = model.num_prefix
 
     def encoding(grid, width):
         return np.pad(sincos_positions(grid, width), ((num_prefix, 0), (0, 0)))[None]
@@ -156,21 +156,21 @@ def _fixed_positions(model: VisionTransformer) -> Entry:
             "with positions='learned'"
         )
 
-    return Entry("pos_embed", (), lambda: encoding(model.grid, model.config.width), decode)
+    return Entry("pos_embed", (), lambda: encoding(model.grid, model.width), decode)
 
 
 def _swin_entries(model: SwinTransformer) -> Iterator[Entry]:
     """Maps timm's `SwinTransformer`."""
     yield from conv("patch_embed.proj", "patch_embedding")
     yield from norm("patch_embed.norm", "patch_norm")
-    for s in range(len(model.config.depths)):
+    for s in range(len(model.depths)):
         stage = f"layers.{s}"
         ours = f"stage{s + 1}"
         if s:
             yield from norm(f"{stage}.downsample.norm", f"{ours}/merging/norm")
             reduction = f"{stage}.downsample.reduction"
             yield from linear(reduction, f"{ours}/merging/reduction", bias=False)
-        for i in range(model.config.depths[s]):
+        for i in range(model.depths[s]):
             block = f"{stage}.blocks.{i}"
             blocks = f"{ours}/blocks"
             yield from _block(block, blocks, i)
@@ -183,7 +183,7 @@ def _swin_entries(model: SwinTransformer) -> Iterator[Entry]:
 def _mixer_entries(model: MlpMixer) -> Iterator[Entry]:
     """Maps timm's `MlpMixer`."""
     yield from conv("stem.proj", "patch_embedding")
-    for i in range(model.config.depth):
+    for i in range(model.depth):
         yield from norm(f"blocks.{i}.norm1", "blocks/norm1", i)
         yield from linear(f"blocks.{i}.mlp_tokens.fc1", "blocks/token_mlp/fc1", layer=i)
         yield from linear(f"blocks.{i}.mlp_tokens.fc2", "blocks/token_mlp/fc2", layer=i)
@@ -198,7 +198,7 @@ def _convmixer_entries(model: ConvMixer) -> Iterator[Entry]:
     """Maps timm's `ConvMixer`."""
     yield from conv("stem.0", "patch_embedding")
     yield from _batch_norm("stem.2", "stem_norm")
-    for i in range(model.config.depth):
+    for i in range(model.depth):
         yield from conv(f"blocks.{i}.0.fn.0", "blocks/spatial", i)
         yield from _batch_norm(f"blocks.{i}.0.fn.2", "blocks/norm1", i)
         yield from conv(f"blocks.{i}.1", "blocks/channel", i)
@@ -293,7 +293,7 @@ def select_weights(teacher: StateDict, student: nnx.Module) -> nnx.Module:
 
 def _fit_positions(table: Any, student: VisionTransformer) -> Any:
     """Resamples learned positions to the student's grid."""
-    num_tokens = table.shape[-2] - student.config.num_prefix
+    num_tokens = table.shape[-2] - student.num_prefix
     side = math.isqrt(max(num_tokens, 0))
     if num_tokens == math.prod(student.grid) or side**2 != num_tokens:
         return table

@@ -1,6 +1,7 @@
 """Vision Transformer (Dosovitskiy et al. 2021) with timm's conventions, in Flax NNX."""
 
-import dataclasses
+from __future__ import annotations  # so that signatures show the names of checked types
+
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -9,13 +10,27 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from structinit_jax.attention_init import AttentionSite, RotarySite, rotary_angles, sincos_positions
+from structinit_jax.attention_init import (
+    AttentionInit,
+    AttentionSite,
+    RotarySite,
+    rotary_angles,
+    sincos_positions,
+)
 from structinit_jax.attention_init.sites import AttentionStack
-from structinit_jax.checks import NonNegativeFloat, PositiveInt
+from structinit_jax.checks import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, checked
 from structinit_jax.models import layers
-from structinit_jax.models.attention import Block, TransformerConfig
-from structinit_jax.models.layers import Rng
-from structinit_jax.models.model import Model, make_stack, run_stack, token_grid
+from structinit_jax.models.attention import Block
+from structinit_jax.models.layers import BASE_INITS, BaseInit, Rng
+from structinit_jax.models.model import (
+    Dtype,
+    ImageSize,
+    Model,
+    Remat,
+    make_stack,
+    run_stack,
+    token_grid,
+)
 
 
 def _variants() -> dict[str, dict[str, Any]]:
@@ -44,22 +59,6 @@ def _variants() -> dict[str, dict[str, Any]]:
     }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ViTConfig(TransformerConfig):
-    """Fields of a `VisionTransformer`."""
-
-    depth: PositiveInt = 12
-    num_heads: PositiveInt = 3
-    positions: Literal["sincos", "learned", "rope"] = "sincos"
-    pool: Literal["mean", "class_token"] = "mean"
-    layer_scale: NonNegativeFloat = 0.0
-
-    @property
-    def num_prefix(self) -> int:
-        """Number of tokens that precede the image tokens: the class token, if there is one."""
-        return int(self.pool == "class_token")
-
-
 class VisionTransformer(Model):
     """Patch embedding, positions, a stack of pre-norm blocks, pooling, norm and a linear head.
 
@@ -76,49 +75,86 @@ class VisionTransformer(Model):
       pool: Pooling of the tokens before the final norm, 'mean' or 'class_token'.
       layer_scale: Initial value of LayerScale (Touvron et al. 2021); 0 omits it.
 
-    `Model.__init__` describes the other arguments.
+    `Model` describes the other arguments.
     """
 
-    Config = ViTConfig
     VARIANTS: ClassVar = _variants()
 
-    def _make_layers(self, channels: int, rngs: nnx.Rngs) -> None:
-        config = self.config
-        width = config.width
-        self.grid = token_grid(config.image_size, config.patch_size)
-        options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
-        self.patch_embedding = layers.PatchEmbedding(config.patch_size, channels, width, **options)
-        if config.pool == "class_token":
-            std = 1e-6 if config.base_init == "timm" else 0.0
+    @checked
+    def __init__(
+        self,
+        *,
+        image_size: ImageSize = 224,
+        channels: PositiveInt,
+        num_classes: PositiveInt = 1000,
+        patch_size: PositiveInt = 16,
+        width: PositiveInt = 192,
+        depth: PositiveInt = 12,
+        num_heads: PositiveInt = 3,
+        mlp_ratio: PositiveFloat = 4.0,
+        positions: Literal["sincos", "learned", "rope"] = "sincos",
+        pool: Literal["mean", "class_token"] = "mean",
+        layer_scale: NonNegativeFloat = 0.0,
+        drop_path: Fraction = 0.0,
+        base_init: BaseInit = "timm",
+        dtype: Dtype = "float32",
+        remat: Remat = "none",
+        attention_init: AttentionInit | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.grid = token_grid(image_size, patch_size)
+        self.width = width
+        self.depth = depth
+        self.num_heads = num_heads
+        self.position_kind = positions
+        self.pool = pool
+        # Number of tokens before the image tokens: the class token, if there is one.
+        self.num_prefix = int(pool == "class_token")
+        self.drop_path = drop_path
+        self.base_init = base_init
+        self.remat = remat
+
+        options = dict(dtype=jnp.dtype(dtype), rngs=rngs)
+        self.patch_embedding = layers.PatchEmbedding(patch_size, channels, width, **options)
+        if pool == "class_token":
+            std = 1e-6 if base_init == "timm" else 0.0
             init = nnx.initializers.normal(std, jnp.float32)
             self.class_token = nnx.Param(init(rngs.params(), (width,)))
-        if config.positions == "learned":
-            shape = (config.num_prefix + self.grid[0] * self.grid[1], width)
+        if positions == "learned":
+            shape = (self.num_prefix + self.grid[0] * self.grid[1], width)
             self.positions = nnx.Param(layers.truncated_normal(rngs.params(), shape))
         else:
             self.positions = None
             # These are computed in every call; here they raise if the sizes do not allow them.
-            if config.positions == "sincos":
+            if positions == "sincos":
                 sincos_positions(self.grid, width)
             else:
-                rotary_angles(self.grid, width // config.num_heads)
-
-        sizes = dict(width=width, num_heads=config.num_heads, layer_scale=config.layer_scale)
-        self.blocks = make_stack(Block, config.depth, config=config, **sizes, rngs=rngs)
+                rotary_angles(self.grid, width // num_heads)
+        self.blocks = make_stack(
+            Block,
+            depth,
+            width=width,
+            num_heads=num_heads,
+            mlp_ratio=mlp_ratio,
+            layer_scale=layer_scale,
+            base_init=base_init,
+            **options,
+        )
         self.norm = layers.layer_norm(width, **options)
-        head_init = layers.BASE_INITS[config.base_init](width)
-        self.head = nnx.Linear(width, config.num_classes, **head_init, rngs=rngs)
+        self.head = nnx.Linear(width, num_classes, **BASE_INITS[base_init](width), rngs=rngs)
+        if attention_init is not None:
+            self.initialize_attention(attention_init, rngs.params())
 
     def sites(self) -> dict[str, AttentionStack]:
         """See `Model.sites`."""
-        options = dict(grid=self.grid, base_init=self.config.base_init, **self.blocks.sizes())
-        if self.config.positions == "rope":
+        options = dict(grid=self.grid, base_init=self.base_init, **self.blocks.sizes())
+        if self.position_kind == "rope":
             angles = rotary_angles(self.grid, options["head_dim"])
             return {"blocks": RotarySite(angles=angles, **options)}
-        if self.config.positions == "sincos":
-            positions = sincos_positions(self.grid, self.config.width)
+        if self.position_kind == "sincos":
+            positions = sincos_positions(self.grid, self.width)
             return {"blocks": AttentionSite(positions=positions, **options)}
-        positions = self.positions[...][self.config.num_prefix :]
+        positions = self.positions[...][self.num_prefix :]
         site = AttentionSite(positions=positions, positions_trainable=True, **options)
         return {"blocks": site}
 
@@ -131,41 +167,38 @@ class VisionTransformer(Model):
         with the class token, if there is one, in front; 'blocks' with 'attention', 'mlp', 'output'
         [L, B, T, D] and 'attention_maps' [L, B, h, T, T]; 'pooled' [B, D], after the norm.
         """
-        config = self.config
-        patches = self.patch_embedding(images, self.grid).reshape(images.shape[0], -1, config.width)
+        patches = self.patch_embedding(images, self.grid).reshape(images.shape[0], -1, self.width)
         embedded = self._add_class_token_and_positions(patches)
-        rates = np.linspace(0, config.drop_path, config.depth, dtype=np.float32)
+        rates = np.linspace(0, self.drop_path, self.depth, dtype=np.float32)
         options = dict(with_maps=with_maps, angles=self._angles())
         x, blocks = run_stack(
-            self.blocks, embedded, config=config, drop_path_rates=rates, rng=rng, **options
+            self.blocks, embedded, remat=self.remat, drop_path_rates=rates, rng=rng, **options
         )
-        pooled = self.norm(x[:, 0] if config.pool == "class_token" else x.mean(axis=1))
+        pooled = self.norm(x[:, 0] if self.pool == "class_token" else x.mean(axis=1))
         out = dict(patch_embedding=patches, embedded=embedded, blocks=blocks, pooled=pooled)
         return self.head(pooled.astype(jnp.float32)), out
 
     def _add_class_token_and_positions(self, patches):
-        config = self.config
-        width = self.config.width
-        if config.pool == "class_token":
+        if self.pool == "class_token":
             token = self.class_token[...].astype(patches.dtype)
             token = jnp.zeros_like(patches[:, :1]) + token[None, None]  # shards it as the patches
             patches = jnp.concatenate([token, patches], axis=1)
-        if config.positions == "rope":
+        if self.position_kind == "rope":
             return patches
-        if config.positions == "sincos":  # The class token, which is not on the grid, has none.
-            positions = sincos_positions(self.grid, width)
-            positions = jnp.pad(positions, ((config.num_prefix, 0), (0, 0)))
+        if self.position_kind == "sincos":  # The class token, which is not on the grid, has none.
+            positions = sincos_positions(self.grid, self.width)
+            positions = jnp.pad(positions, ((self.num_prefix, 0), (0, 0)))
         else:
             positions = self.positions[...]
         return patches + jnp.asarray(positions, patches.dtype)[None]
 
     def _angles(self):
         """Returns each token's rotation [T, d / 2] in radians; None without rotary positions."""
-        if self.config.positions != "rope":
+        if self.position_kind != "rope":
             return None
-        angles = rotary_angles(self.grid, self.config.width // self.config.num_heads)[0, 0]
+        angles = rotary_angles(self.grid, self.width // self.num_heads)[0, 0]
         # The class token does not rotate.
-        return np.pad(angles, ((self.config.num_prefix, 0), (0, 0)))
+        return np.pad(angles, ((self.num_prefix, 0), (0, 0)))
 
 
 def resample_positions(
