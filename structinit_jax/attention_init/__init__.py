@@ -311,18 +311,25 @@ def _by_site(
             "leave it out, or set replace_positions=False"
         )
 
+    taken = {
+        site_type: options.keys() & inspect.signature(function).parameters.keys()
+        for site_type, function in functions.items()
+    }
+
     def init(rng: jax.Array, site: Site) -> Weights:
-        kind = type(site).__name__
-        if type(site) not in functions:
+        kind = type(site)
+        if kind not in functions:
             known = ", ".join(site_type.__name__ for site_type in functions)
-            raise InputError(f"{scheme.__name__} is for {known}, not for a {kind}: use 'default'")
-        function = functions[type(site)]
-        taken = options.keys() & inspect.signature(function).parameters.keys()
-        for name in changed.keys() - taken:
-            raise InputError(f"{name}={changed[name]!r} does not apply to a {kind}: leave it out")
+            raise InputError(
+                f"{scheme.__name__} is for {known}, not for a {kind.__name__}: use 'default'"
+            )
+        for name in changed.keys() - taken[kind]:
+            raise InputError(
+                f"{name}={changed[name]!r} does not apply to a {kind.__name__}: leave it out"
+            )
         # TPUs would multiply in bfloat16: too coarse for a solve, and their compiler crashes on it.
         with jax.default_matmul_precision("highest"):
-            return function(rng, site, **{name: options[name] for name in taken})
+            return functions[kind](rng, site, **{name: options[name] for name in taken[kind]})
 
     return init
 
