@@ -201,11 +201,6 @@ def test_filters_that_do_not_fit_the_site_are_refused(field, options):
         impulse(**options)(RNG, SITE)
 
 
-def test_fixed_positions_cannot_be_traced():
-    with pytest.raises(InputError, match=r"AttentionSite\.positions are traced"):
-        jax.eval_shape(lambda x: impulse()(RNG, make_site(positions=x)), SITE.positions)
-
-
 def test_positions_are_required_and_checked():
     with pytest.raises(InputError, match=r"AttentionSite.positions=None"):
         impulse()(RNG, make_site(positions=None))

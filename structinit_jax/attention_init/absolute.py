@@ -40,7 +40,6 @@ from structinit_jax.attention_init.solve import (
     warn_if_out_of_reach,
 )
 from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps
-from structinit_jax.errors import InputError
 
 # Learned positions that are kept are multiplied by this, as in the 2025 paper.
 POSITION_SCALE = 18.0
@@ -73,8 +72,6 @@ def impulse(
     if "position_scale" in new_positions:
         z, basis = learned_row_space(layer_norm(jnp.asarray(positions)))
         options = LEARNED_SOLVE
-    elif isinstance(positions, jax.core.Tracer):
-        raise InputError("AttentionSite.positions are traced, but fixed ones need to have values")
     else:
         z, basis = row_space(layer_norm(np.asarray(positions)))
     *factors, report = solve(

@@ -61,7 +61,7 @@ def initialize(
     Raises:
       InputError: An argument is missing, or the model does not fit the scheme.
     """
-    check_scheme(attention_init, rng)
+    check_scheme(attention_init)
     if grid is not None:
         require("grid", grid, *GRID)
     leaves, rebuild = flatten(params)

@@ -143,7 +143,7 @@ class Model(nnx.Module):
         so initialize a new model for each. Returns what the scheme returned for each stack, by
         name. Raises `InputError` if the scheme does not fit the model.
         """
-        check_scheme(scheme, rng)
+        check_scheme(scheme)
         sites = self.sites()
         stacks = zip(sites.items(), split_by_stack(rng, len(sites)), strict=True)
         weights = {name: scheme(stack_rng, site) for (name, site), stack_rng in stacks}
