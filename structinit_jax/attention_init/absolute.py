@@ -113,7 +113,9 @@ def _draw_weights(
 
     def place(factors):
         rotated = jnp.einsum("Lhrk,Lhdk->Lrhd", factors[filter_index], rotations)
-        return jnp.einsum("Dr,Lrhd->LDhd", basis, rotated)
+        # With a basis for each layer, the product needs no transpose afterwards.
+        bases = jnp.broadcast_to(basis, (num_impulse, *basis.shape))
+        return jnp.einsum("LDr,Lrhd->LDhd", bases, rotated)
 
     query, key = map(place, bank)
     query, key = append_similar_heads(similar_rng, sizes, query, key)
