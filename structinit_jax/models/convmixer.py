@@ -48,7 +48,7 @@ class ConvMixer(Model):
         to the right.
       spatial_filters: 'trained', or 'fixed': the filters and their biases are not trained.
 
-    `Model` describes the other arguments.
+    `models.model.Model` describes the other arguments.
     """
 
     # The last three are the 2024 paper's CIFAR-10 models (table 4; also with kernel sizes 3 and 8).

@@ -42,7 +42,7 @@ class MlpMixer(Model):
       token_mlp_ratio: Hidden width of the token-mixing MLP over D (not over N).
       mlp_ratio: Hidden width of the channel MLP over D.
 
-    `Model` describes the other arguments.
+    `models.model.Model` describes the other arguments.
     """
 
     VARIANTS: ClassVar = {

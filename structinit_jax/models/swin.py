@@ -56,7 +56,7 @@ class SwinTransformer(Model):
       mlp_ratio: Hidden width of the MLP over D.
       window_size: Side of a window in tokens. A smaller grid is one window, unshifted.
 
-    `Model` describes the other arguments.
+    `models.model.Model` describes the other arguments.
     """
 
     VARIANTS: ClassVar = {

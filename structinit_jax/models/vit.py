@@ -75,7 +75,7 @@ class VisionTransformer(Model):
       pool: Pooling of the tokens before the final norm, 'mean' or 'class_token'.
       layer_scale: Initial value of LayerScale (Touvron et al. 2021); 0 omits it.
 
-    `Model` describes the other arguments.
+    `models.model.Model` describes the other arguments.
     """
 
     VARIANTS: ClassVar = _variants()
