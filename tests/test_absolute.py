@@ -14,7 +14,6 @@ from structinit_jax.attention_init import (
     impulse_2024,
     impulse_2025,
     impulse_mimetic,
-    mimetic,
     sincos_positions,
     solve,
 )
@@ -147,13 +146,6 @@ def test_given_filters_and_dilated_impulses_are_approached():
     np.testing.assert_allclose(mass_and_hits(head_maps(dilated), targets)[0], 0.4, atol=0.01)
 
 
-def test_targets_out_of_reach_warn(monkeypatch):
-    """test_state.py has a model whose heads have too few channels."""
-    monkeypatch.setattr(solve, "MIN_HIT_RATE", 1.1)
-    with pytest.warns(UserWarning, match="only .* of the attention rows peak .*fewer heads"):
-        impulse()(RNG, SITE)
-
-
 def test_a_target_mass_out_of_reach_warns():
     site = AttentionSite((8, 8), 96, 6, 16, 1, 16**-0.5, sincos_positions((8, 8), 96))
     with pytest.warns(UserWarning, match=r"less than target_mass=0\.5"):
@@ -171,15 +163,6 @@ def test_equal_filters_have_equal_maps_and_independent_weights(plain):
     for i, j in pairs:
         cosine = query[i] @ query[j] / np.linalg.norm(query[i]) / np.linalg.norm(query[j])
         assert abs(cosine) < 0.6
-
-
-@pytest.mark.parametrize("scheme", [impulse(), impulse_mimetic(), mimetic()])
-def test_trainable_positions_start_from_the_sincos_encoding(scheme):
-    site = make_site(positions=jnp.zeros((35, WIDTH)), positions_trainable=True)
-    weights, fixed = (scheme(RNG, s) for s in (site, SITE))
-    np.testing.assert_array_equal(weights.positions, sincos_positions(GRID, WIDTH))
-    assert fixed.positions is None
-    assert mimetic(replace_positions=False)(RNG, site).positions is None
 
 
 IMPULSE_AND_BOX = np.stack([np.eye(9)[0].reshape(3, 3), np.ones((3, 3))])
