@@ -40,10 +40,6 @@ def host_loader(source, mesh):
         return make_loader(source, mesh, image_size=8, crop_fraction=0.9)
 
 
-def labels_of(batches):
-    return [jax.device_get(batch["label"]).tolist() for batch in batches]
-
-
 def assert_same(ours, theirs, number):
     ours, theirs = list(ours), list(theirs)
     assert len(ours) == len(theirs) == number
@@ -80,7 +76,7 @@ def test_random_crops_are_drawn_on_the_host(source, mesh):
 def test_a_mixing_group_has_no_image_twice(device_loader):
     args = dict(batch_size=32, seed=1, start_step=0, num_steps=4, repeats=3)
     batches = device_loader.train_batches(**args, drop_remainder=True)
-    labels = np.array(labels_of(batches))
+    labels = np.stack([jax.device_get(batch["label"]) for batch in batches])
     assert all(len(set(group)) == 8 for group in labels.reshape(-1, 8).tolist())
     # The order within a batch does not change what is in it.
     stream = stream_indices(1, np.arange(4 * 32), NUM, 3, epoch_length=32).reshape(4, 32)
