@@ -121,10 +121,7 @@ def test_swin_is_measured_within_windows():
 
 def test_the_inputs_of_a_convmixer_have_a_stable_rank(tmp_path):
     config, images, snapshot = start("convmixer")
-    model = build.make_model(config, make_mesh(devices=jax.devices()[:1]))
-    weights = initialize_model(model, make_attention_init(config), config.seed).weights
-    model = nnx.merge(model.graphdef, *weights)
-    out = model(normalize(jnp.asarray(images), (0.3,), (0.4,)))[1]
+    out = forward(config, images)
     inputs = np.stack([out["stem"], out["blocks"]["output"][0]]).reshape(2, NUM_IMAGES, 64, 16)
     values = np.linalg.svd(inputs, compute_uv=False)
     ranks = ((values**2).sum(axis=-1) / values[..., 0] ** 2).mean(axis=-1)

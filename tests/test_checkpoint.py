@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from pathlib import Path
 
 import fork_main
 import fsspec
@@ -129,15 +130,11 @@ def flip_byte(path):
     path.write_bytes(data)
 
 
-def remove(path):
-    path.unlink()
-
-
 ARRAY = "state/params.kernel/0.0"
 
 
 @pytest.mark.parametrize("name", [ARRAY, "index_0.json", "run.json"])
-@pytest.mark.parametrize("damage", [truncate, flip_byte, remove])
+@pytest.mark.parametrize("damage", [truncate, flip_byte, Path.unlink])
 def test_a_damaged_checkpoint_is_skipped_and_overwritten(directory, damage, name, capsys):
     damage(directory / "12" / name)
     assert checkpoint.find_step(directory) == 8  # only reads
@@ -147,7 +144,7 @@ def test_a_damaged_checkpoint_is_skipped_and_overwritten(directory, damage, name
         assert checkpoints.latest_step == 8
         assert_restores(directory, 8)
         # A kill while it was written or deleted leaves no run.json.
-        assert (directory / "12").exists() == ((name, damage) != ("run.json", remove))
+        assert (directory / "12").exists() == ((name, damage) != ("run.json", Path.unlink))
         save(checkpoints, 12)
     assert checkpoint.find_step(directory) == 12
 
@@ -257,10 +254,6 @@ def test_checkpoints_are_kept_at_odd_paths_and_in_object_storage(request, storag
     with opened(directory) as checkpoints:
         assert checkpoints.latest_step == 12
     assert_restores(directory, 12)
-    index = read_json(directory / "12" / "index_0.json")
-    index["files"]["../../../outside"] = "0" * 32
-    write_json(directory / "12" / "index_0.json", index)
-    assert checkpoint.find_step(directory) == 4  # a name that we do not write is not read
 
 
 def test_arrays_are_restored_on_other_meshes(tmp_path):
@@ -286,8 +279,6 @@ def test_a_checkpoint_is_saved_where_implicit_transfers_are_not_allowed(tmp_path
     np.testing.assert_array_equal(restored.params["kernel"], state.params["kernel"])
 
 
-# TensorStore may call back into the event loop of Orbax's failed save, which is closed.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_error_of_a_save_is_raised_and_not_logged_as_well(directory, caplog):
     def save_to_full_disk():
         with opened(directory) as checkpoints, small_files_only(4096):

@@ -29,7 +29,7 @@ def test_a_run_killed_or_stopped_at_any_moment_ends_bit_equal(tmp_path):
     metrics, stopped_at = killed / "metrics.jsonl", None
     for kill_after, number, exit_code in (
         (30, signal.SIGKILL, -signal.SIGKILL),
-        (50, signal.SIGTERM, PREEMPTED),  # test_compare.py sends SIGINT
+        (50, signal.SIGTERM, PREEMPTED),  # test_grid.py sends SIGINT
         (None, None, 0),
     ):
         command = fork_main.Command(*arguments, f"--workdir={killed}", **cache)

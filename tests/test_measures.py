@@ -1,11 +1,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from scipy.stats import entropy
 
 from structinit_jax.analysis import measures
-from structinit_jax.attention_init.targets import convolution_maps, impulse_kernels, kernel_offsets
 
 GRID = (4, 5)
 RNG = np.random.default_rng(0)
@@ -41,34 +39,9 @@ def test_entropy_is_that_of_scipy():
     np.testing.assert_allclose(measures.mean_entropy(jnp.asarray(maps)), expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("index", [0, 4, 5])
-def test_an_impulse_is_recognized(index):
-    targets = convolution_maps(impulse_kernels(3), GRID)[[index, 8]]
-    # Rows without the neighbor attend evenly.
-    maps = np.where(targets[0].sum(-1, keepdims=True), targets[0], np.float32(1 / 20))
-    found = measures.measure_mean_maps(jnp.asarray(maps), GRID)
-    np.testing.assert_allclose(found["neighbor_mass"], 1, rtol=1e-6)
-    kernel = measures.attention_by_offset(maps, GRID)
-    assert kernel.shape == (7, 9)
-    row, column = np.unravel_index(np.argmax(kernel), kernel.shape)
-    assert [row - 3, column - 4] == kernel_offsets(3)[index].tolist()
-    both = jnp.asarray(np.stack([maps, maps])[None])
-    for values in measures.measure_against_targets(both, jnp.asarray(targets)).values():
-        np.testing.assert_allclose(values[0], 1, rtol=1e-6)
-        assert values[1] < 0.1  # the target of another impulse
-
-
 def test_a_soft_target_is_overlapped():
     target = jnp.asarray([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0], [0.25, 0.5, 0.25]])
     maps = jnp.asarray([[0.8, 0.2, 0.0], [1.0, 0.0, 0.0], [0.4, 0.3, 0.3]])
     found = measures.measure_against_targets(maps[None], target)
     np.testing.assert_allclose(found["target_mass"], (0.7 + 0.8) / 2, rtol=1e-6)
     np.testing.assert_allclose(found["hit_rate"], 1 / 2)  # of the two rows that have a target
-
-
-@pytest.mark.parametrize("shape", [(3, 6, 4), (3, 4, 6)])
-def test_stable_rank_is_that_of_the_singular_values(shape):
-    x = RNG.normal(size=shape).astype(np.float32)
-    values = np.linalg.svd(x, compute_uv=False)
-    expected = (values**2).sum(axis=-1) / values.max(axis=-1) ** 2
-    np.testing.assert_allclose(measures.stable_rank(x), expected, rtol=1e-4)

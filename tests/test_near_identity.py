@@ -5,17 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from structinit_jax.attention_init import (
-    AttentionSite,
-    impulse_2025,
-    mimetic,
-    near_identity,
-    sincos_positions,
-)
+import structinit_jax as si
+from structinit_jax.attention_init import near_identity
 from structinit_jax.errors import InputError
 
 WIDTH, LAYERS = 48, 4
-SITE = AttentionSite((7, 5), WIDTH, 3, 16, LAYERS, 0.25, sincos_positions((7, 5), WIDTH))
+SITE = si.AttentionSite((7, 5), WIDTH, 3, 16, LAYERS, 0.25, si.sincos_positions((7, 5), WIDTH))
 RNG = jax.random.key(0)
 
 
@@ -27,7 +22,7 @@ def similar_heads(site):
 def test_similar_heads_have_as_much_of_the_identity_as_mimetics_factors():
     query, key = similar_heads(SITE)
     products = np.einsum("LDhd,LEhd->LhDE", query, key)
-    factors = mimetic()(RNG, SITE)
+    factors = si.mimetic()(RNG, SITE)
     best = np.einsum("LDhd,LEhd->LhDE", factors.query, factors.key)
     for measure in (lambda p: np.trace(p, axis1=2, axis2=3).mean(), np.linalg.norm):
         assert 0.93 < measure(products) / measure(best) < 1.02
@@ -53,7 +48,7 @@ def test_the_product_of_value_and_projection_is_near_minus_the_identity():
 
 
 def test_mimetic_weights_are_the_programs_factors_as_stored_by_pytorch():
-    weights = mimetic()(RNG, dataclasses.replace(SITE, num_heads=1, head_dim=WIDTH))
+    weights = si.mimetic()(RNG, dataclasses.replace(SITE, num_heads=1, head_dim=WIDTH))
     qk = np.einsum("LDhd,LEhd->LDE", weights.query, weights.key)
     # As PyTorch's [out, in] weights of all heads, V is U S^1/2 and Proj is S^1/2 Vᵀ.
     v, out = (np.swapaxes(w, 1, 2) for w in (weights.value[:, :, 0], weights.out[:, 0]))
@@ -69,6 +64,6 @@ def test_mimetic_weights_are_the_programs_factors_as_stored_by_pytorch():
 
 def test_more_channels_in_heads_than_in_the_model_are_refused():
     wide_heads = dataclasses.replace(SITE, num_heads=2, head_dim=32)
-    for scheme in (mimetic(), impulse_2025()):
+    for scheme in (si.mimetic(), si.impulse_2025()):
         with pytest.raises(InputError, match="head_dim=32"):
             jax.eval_shape(lambda rng, scheme=scheme: scheme(rng, wide_heads), RNG)

@@ -127,12 +127,6 @@ def test_an_epoch_without_a_whole_batch_is_refused():
         build.make_schedule(config, 127)
 
 
-def test_an_optimizer_of_ones_own_gets_the_fields_that_its_parameters_name():
-    lion = make_optimizer(lambda step: 0.1, optimizer="optax:lion", weight_decay=0.05)
-    update, _ = lion.update(jnp.ones(2), lion.init(jnp.ones(2)), jnp.ones(2))
-    np.testing.assert_allclose(update, -0.1 * (1 + 0.05), rtol=1e-5)
-
-
 PER_LAYER = {  # they take the norms, ranks or shapes of arrays; Prodigy's also of all arrays
     "optax:lamb": optax.lamb(0.1, weight_decay=0.1),
     "optax:lars": optax.lars(0.1, weight_decay=0.1),

@@ -12,13 +12,11 @@ from PIL import Image, ImageEnhance, ImageOps
 from scipy import stats
 
 from structinit_jax.augment.rand_augment import (
-    CHUNKS,
     NO_OPERATION,
     OPERATIONS,
     DrawnOperations,
     Policy,
     apply_operations,
-    apply_where,
     draw_operations,
     operation_arguments,
     parse,
@@ -27,7 +25,6 @@ from structinit_jax.errors import InputError
 
 REFERENCE = np.load(pathlib.Path(__file__).with_name("references") / "augment.npz")
 FILL = (124, 116, 104)
-apply_where_jit = jax.jit(apply_where, static_argnums=0)
 WARPS = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
 MAGNITUDES = np.repeat(np.arange(11, dtype=np.float32), 2)  # with both signs
 NEGATIVE = np.tile([False, True], 11)
@@ -215,14 +212,3 @@ def test_operations_are_applied_in_sequence():
         expected.append(image)
     # A difference of 1 after a warp may grow in the next operation.
     assert np.mean(np.abs(np.asarray(out, np.int32) - to_batch(expected)) > 2) < 0.002
-
-
-@pytest.mark.parametrize("count", [1, 3 * CHUNKS + 5])
-@pytest.mark.parametrize("fraction", [0.0, 0.6, 1.0])
-def test_masked_images_change_once_and_the_others_stay(count, fraction):
-    random = np.random.default_rng(0)
-    images = random.integers(0, 100, (count, 3, 2)).astype(np.int32)
-    amounts = random.integers(1, 100, count).astype(np.int32)
-    mask = random.random(count) < fraction
-    out = apply_where_jit(jnp.add, mask, images, amounts)
-    np.testing.assert_array_equal(out, images + (mask * amounts)[:, None, None])

@@ -34,29 +34,25 @@ def test_fields_that_may_change_are_listed():
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "line"),
+    ("field", "value"),
     [
-        ("seed", 1, "seed: 0 -> 1"),
-        ("data.train_split", "test", "data.train_split: 'train' -> 'test'"),
-        ("model.depth", 6, "model.depth: 12 -> 6"),
-        ("start_from", "b.safetensors", "start_from: '' -> 'b.safetensors'"),
-        ("batch_size", 256, "batch_size: 128 -> 256"),
-        ("optimizer", "optax:lion", "optimizer: 'adamw' -> 'optax:lion'"),
-        ("data.repeats", 3, "data.repeats: 1 -> 3"),
-        ("data.mean", (0.5,) * 3, "data.mean: [0.485"),
-        ("attention_init.name", "mimetic", "attention_init.name: 'impulse' -> 'mimetic'"),
-        ("attention_init.target_mass", 0.5, "attention_init.target_mass: 0.3 -> 0.5"),
+        ("seed", 1),
+        ("data.train_split", "test"),
+        ("model.depth", 6),
+        ("start_from", "b.safetensors"),
+        ("batch_size", 256),
+        ("optimizer", "optax:lion"),
+        ("data.repeats", 3),
+        ("data.mean", (0.5,) * 3),
+        ("attention_init.name", "mimetic"),
+        ("attention_init.target_mass", 0.5),
     ],
 )
-def test_fields_that_must_not_change_are_refused_by_name(field, value, line):
+def test_fields_that_must_not_change_are_refused_by_name(field, value):
     config = make_config(**{field: value, "learning_rate": 0.5})
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match=f"{PLACE}:\n  {field}: .* -> .*\n") as caught:
         resume.check_run(saved(), config, DIGEST, PLACE)
-    first, *lines, last = str(caught.value).splitlines()
-    assert PLACE in first
-    assert len(lines) == 1  # without the learning rate
-    assert line in lines[0]
-    assert "workdir" in last
+    assert "learning_rate" not in str(caught.value)
 
 
 def test_fields_of_another_version_do_not_count():

@@ -1,13 +1,9 @@
 """Settings of a comparison, from flags and from the papers' tables to configs."""
 
-import collections
 import csv
-import inspect
-import json
 
 import pytest
 
-from structinit_jax import attention_init
 from structinit_jax.compare import grid, settings
 from structinit_jax.errors import InputError
 
@@ -89,23 +85,6 @@ def test_every_row_has_a_config_and_a_baseline(name):
     rows = settings.read_table(name)
     assert set(settings.configs_of(rows, [])) == set(rows)
     assert {row["baseline"] for row in rows.values()} <= rows.keys()
-
-
-def test_published_figures_that_disagree_have_a_note():
-    same = collections.defaultdict(list)
-    for name in TABLES:
-        rows = settings.read_table(name)
-        for row, config in settings.configs_of(rows, []).items():
-            section = config.attention_init.to_dict()
-            options = inspect.signature(attention_init.SCHEMES[section["name"]]).parameters
-            defaults = {name: option.default for name, option in options.items()}
-            fields = config.to_dict() | {"attention_init": defaults | section}
-            same[json.dumps(fields, default=str, sort_keys=True)].append(rows[row])
-    disagree = [rows for rows in same.values() if len({row["published"] for row in rows}) > 1]
-    found = {row["published"] for rows in disagree for row in rows}
-    assert {"85.30", "88.63", "90.75", "91.62", "90.22", "90.67"} <= found
-    for rows in disagree:
-        assert all(row["note"] for row in rows if row["published"]), rows
 
 
 def test_the_options_of_a_scheme_may_stand_before_its_name():

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from conftest import set_up
 
-import structinit_jax
-from structinit_jax import attention_init
 from structinit_jax.attention_init.draws import draw_flat
 
 HEAVY = {"sklearn", "tensorflow", "tensorflow_datasets"}
@@ -33,15 +31,6 @@ assert not (found := {training} & set(sys.modules)), found
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-
-
-def test_public_names_are_those_of_their_modules():
-    assert set(structinit_jax.__all__) <= set(dir(structinit_jax))
-    for name in structinit_jax.__all__:
-        assert callable(getattr(structinit_jax, name))
-    assert structinit_jax.impulse is attention_init.impulse
-    with pytest.raises(AttributeError, match="no attribute 'impulses'"):
-        structinit_jax.impulses  # noqa: B018
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 5), ()])
