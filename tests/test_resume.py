@@ -65,11 +65,16 @@ def test_fields_of_another_version_do_not_count():
         resume.check_run(run, make_config(), DIGEST, PLACE)
 
 
-def test_an_option_of_the_scheme_that_is_not_set_has_its_default():
-    config = make_config(**{"attention_init.kernel_size": 3})
-    assert resume.check_run(saved(), config, DIGEST, PLACE) == ""
-    run = saved(**{"attention_init.kernel_size": 3})
-    assert resume.check_run(run, make_config(), DIGEST, PLACE) == ""
+def my_scheme(kernel_size=3):
+    return lambda rng, site: kernel_size
+
+
+@pytest.mark.parametrize("name", ["impulse", f"{__name__}:my_scheme"])
+def test_an_option_of_the_scheme_that_is_not_set_has_its_default(name):
+    default = {"attention_init.name": name}
+    given = default | {"attention_init.kernel_size": 3}
+    for old, new in ((default, given), (given, default)):
+        assert resume.check_run(saved(**old), make_config(**new), DIGEST, PLACE) == ""
 
 
 def test_other_data_are_refused():

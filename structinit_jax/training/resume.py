@@ -5,6 +5,7 @@ the value of a field, such as 'model.depth', must stay: `decides_weights`, `deci
 `decides_run`, each of which includes the one before.
 """
 
+import contextlib
 import inspect
 import json
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from typing import Any
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
-from structinit_jax.attention_init import SCHEMES
+from structinit_jax.config import find_scheme
 from structinit_jax.errors import InputError
 
 SCHEME = "attention_init."  # beginning of the paths of its options
@@ -91,7 +92,8 @@ def changes(old: Mapping[str, Any], config: ConfigDict) -> dict[str, tuple[Any, 
     old = flatten_dict(old, sep=".")
     new = flatten_dict(json.loads(config.to_json()), sep=".")  # with lists for tuples, as in `old`
     defaults = {field: None for field in new.keys() ^ old.keys() if field.startswith(SCHEME)}
-    if scheme := SCHEMES.get(new.get(f"{SCHEME}name")):
+    with contextlib.suppress(InputError):  # A scheme of the user's own need not be there.
+        scheme = find_scheme(new.get(f"{SCHEME}name", ""))
         for name, option in inspect.signature(scheme).parameters.items():
             defaults[SCHEME + name] = option.default
     old = defaults | old
