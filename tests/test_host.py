@@ -82,7 +82,7 @@ REFUSED = {  # what the message says, and the parameters
         a__attn__kv=(8, 4), a__attn__sr=(4,)
     ),
     r"params is a Module, .* state_dict\(\)": Module,
-    "is a builtins.object, not a NumPy": lambda: dict.fromkeys(state_dict("timm"), object()),
+    "is of <class 'object'>": lambda: dict.fromkeys(state_dict("timm"), object()),
     "q_norm.weight may change the attention": lambda: changed(blocks__0__attn__q_norm__weight=ONES),
     "rel_pos.* may change the attention": lambda: changed(rel_pos__mlp__fc1__weight=ONES),
     r"norm1\.weight is not 1": lambda: changed(blocks__1__norm1__weight=2 * ONES),
@@ -143,5 +143,3 @@ def test_weights_and_schemes_that_do_not_fit_are_refused():
     ):
         with pytest.raises(InputError, match=rf"^weights\.{name}"):
             write(state_dict("timm"), weights._replace(**{name: array}), num_heads=HEADS)
-    with pytest.raises(InputError, match=r"^weights\.positions"):
-        write(without("pos_embed"), weights, num_heads=HEADS, grid=GRID)

@@ -26,13 +26,11 @@ def as_array(leaf: Any) -> Any:
 
 def check_array(argument: str, name: str, leaf: Any) -> None:
     """Raises `InputError` for anything but a NumPy or JAX array of floats."""
-    if not isinstance(leaf, np.ndarray | jax.Array):
-        kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
-        raise InputError(f"{argument}: {name} is a {kind}, not a NumPy or JAX array: convert it")
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+    is_array = isinstance(leaf, np.ndarray | jax.Array)
+    if not is_array or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        kind = f"has dtype {leaf.dtype}" if is_array else f"is of {type(leaf)}"
         raise InputError(
-            f"{argument}: {name} has dtype {leaf.dtype}, not a floating-point one: use the model "
-            "before it is quantized"
+            f"{argument}: {name} {kind}, but needs to be a NumPy or JAX array of floats"
         )
 
 

@@ -92,16 +92,11 @@ class Host:
         shown = None  # number of heads that the parameters show
         if not layout.torch:
             self.width, shown, self.head_dim = shape[-3:]
-        elif len(shape) != 2:
-            raise unsupported(name, f"has shape {shape} and is no linear layer")
         if self.bias_tables:
-            name = self.bias_tables[0]
-            shown = self.leaves[name].shape[1]
-        if None not in (num_heads, shown) and num_heads != shown:
-            raise InputError(f"num_heads={num_heads}, but {name} has {shown} heads: leave it out")
+            shown = self.leaves[self.bias_tables[0]].shape[1]
         self.num_heads = num_heads if shown is None else shown
         if layout.torch:
-            self.width, inner = shape
+            self.width, inner = shape[:2]
             needs = f"the number of heads, which share the {inner} channels of {out}"
             require("num_heads", self.num_heads, needs, lambda n: is_count(n) and inner % n == 0)
             self.head_dim = inner // self.num_heads
@@ -243,15 +238,17 @@ class Host:
                     "pass grid=(rows, cols) of the image tokens"
                 )
 
-    def patch_kernel(self) -> str:
-        """Returns the name of the patch embedding's kernel."""
+    def patch_bias(self) -> str:
+        """Returns the name of the patch embedding's bias."""
         found = list(self._patch_kernels())
-        if len(found) != 1:
+        biases = [f"{kernel.rpartition('.')[0]}.bias" for kernel in found]
+        if len(found) != 1 or biases[0] not in self.leaves:
             raise InputError(
-                f"params hold {', '.join(found) or 'no kernel'} where a patch embedding to "
-                f"{self.width} channels is needed, whose bias this scheme sets: use 'mimetic'"
+                f"params hold {', '.join(found) or 'no kernel'} where one patch embedding to "
+                f"{self.width} channels with a bias is needed, in which this scheme puts a vector "
+                "that all tokens share: build the model with it, or use 'mimetic'"
             )
-        return found[0]
+        return biases[0]
 
     def _patch_kernels(self) -> dict[str, int]:
         """Returns the ranks of kernels that may be the patch embedding's, by name.

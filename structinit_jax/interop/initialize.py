@@ -9,7 +9,6 @@ from structinit_jax.attention_init import AttentionInit, AttentionWeights
 from structinit_jax.attention_init.draws import split_by_stack
 from structinit_jax.attention_init.sites import GRID, check_shape
 from structinit_jax.checks import check_scheme, require
-from structinit_jax.errors import InputError
 from structinit_jax.interop.arrays import as_array, check_array, like, replace_rows
 from structinit_jax.interop.host import Grid, Host, find_hosts
 from structinit_jax.interop.layouts import Leaves, flatten
@@ -42,7 +41,7 @@ def initialize(
         All arrays, also the following, may be NumPy's, JAX's or torch's.
       attention_init: The scheme, such as `impulse()`; or `lambda rng, site: weights`.
       rng: Random key for the scheme.
-      num_heads: Number of heads h; required for torch and Equinox, whose shapes do not show it.
+      num_heads: Number of heads h, for ViTs of torch and Equinox, whose shapes do not show it.
       grid: (rows, cols) of the image tokens, (1, N) in a model of sequences, or in Swin and BEiT
         (rows, cols) of the windows that are not square. If None, all are square.
       positions: [N, D] encoding that a ViT adds to its tokens without storing it in `params`,
@@ -67,9 +66,6 @@ def initialize(
     leaves, rebuild = flatten(params)
     hosts = find_hosts(leaves, num_heads)
     sites = [find_site(host, grid, as_array(positions), rotations) for host in hosts]
-    if grid is not None and all(site.grid != grid for site in sites):
-        windows = ", ".join(str(site.grid) for site in sites)
-        raise InputError(f"grid={grid} is none of the windows {windows}: leave it out")
     rngs = split_by_stack(rng, len(hosts))
     for host, site, site_rng in zip(hosts, sites, rngs, strict=True):
         for name, new in _write(host, attention_init(site_rng, site), site.grid).items():
@@ -79,14 +75,7 @@ def initialize(
 
 
 def _write(host: Host, weights: AttentionWeights, grid: Grid) -> Leaves:
-    """Returns new values of the leaves that a scheme's weights change, or raises `InputError`."""
-    token_fields = ("positions", "position_scale", "patch_bias")
-    for field in token_fields if host.bias_tables else ("bias",):
-        if getattr(weights, field) is not None:
-            raise InputError(
-                f"weights.{field}: initialize cannot write it into this model: leave it None, or "
-                "leave out the option of the scheme"
-            )
+    """Returns new values of the leaves that a scheme's weights change."""
     new = host.write_attention(weights)
     if weights.bias is not None:
         shape = (host.num_layers, num_offsets(grid), host.num_heads)
@@ -95,8 +84,6 @@ def _write(host: Host, weights: AttentionWeights, grid: Grid) -> Leaves:
             new[name] = replace_rows(host.leaves[name], biases, 0)
     if weights.positions is not None or weights.position_scale is not None:
         table = host.position_table(grid)
-        if table is None:
-            raise InputError("weights.positions: params hold no position table to write them to")
         rows = table.rows
         if weights.positions is not None:
             check_shape("positions", weights.positions, rows[table.prefix :].shape)
@@ -105,11 +92,6 @@ def _write(host: Host, weights: AttentionWeights, grid: Grid) -> Leaves:
             rows = weights.position_scale * jnp.asarray(rows, jnp.float32)
         new[table.name] = rows.reshape(host.leaves[table.name].shape)
     if weights.patch_bias is not None:
-        name = f"{host.patch_kernel().rpartition('.')[0]}.bias"
-        if name not in host.leaves:
-            raise InputError(
-                f"params: the patch embedding has no {name}, in which this scheme needs to put a "
-                "vector that all tokens share: build the model with it, or use 'mimetic'"
-            )
+        name = host.patch_bias()
         new[name] = weights.patch_bias.reshape(host.leaves[name].shape)
     return new
