@@ -227,8 +227,7 @@ class Host:
             name = next(iter(kernels))
             raise InputError(
                 f"grid: {name} of shape {np.shape(self.leaves[name])} embeds patches of a sequence "
-                "or a video: pass grid=(1, N) for a sequence of N tokens, or grid=(rows, cols) if "
-                "there is a single frame"
+                "or a video: pass grid=(1, N) for N tokens, or grid=(rows, cols) of a single frame"
             )
         for name in self._names(_OTHER_TOKENS):
             shape = np.shape(self.leaves[name])
@@ -334,8 +333,6 @@ def _split_rows(name, rows, extra, grid):
     if len(found) != 1:
         raise InputError(
             f"grid={grid} does not fit the {rows} rows of {name}, at most {extra} of them for "
-            "class and register tokens (parameters named like cls_token, class_embedding, "
-            "dist_token or registers): pass grid=(rows, cols) of the image tokens, or "
-            "positions=[N, D] if the model computes its positions from this table"
+            "class and register tokens: pass grid=(rows, cols) of the image tokens, or positions"
         )
     return found[0]

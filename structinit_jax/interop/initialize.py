@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from structinit_jax.attention_init import AttentionInit, AttentionWeights
 from structinit_jax.attention_init.draws import split_by_stack
-from structinit_jax.attention_init.sites import GRID, check_shape
-from structinit_jax.checks import check_scheme, require
+from structinit_jax.attention_init.sites import check_shape
+from structinit_jax.checks import check_scheme
 from structinit_jax.interop.arrays import as_array, check_array, like, replace_rows
 from structinit_jax.interop.host import Grid, Host, find_hosts
 from structinit_jax.interop.layouts import Leaves, flatten
@@ -61,8 +61,6 @@ def initialize(
       InputError: An argument is missing, or the model does not fit the scheme.
     """
     check_scheme(attention_init)
-    if grid is not None:
-        require("grid", grid, *GRID)
     leaves, rebuild = flatten(params)
     hosts = find_hosts(leaves, num_heads)
     sites = [find_site(host, grid, as_array(positions), rotations) for host in hosts]

@@ -65,10 +65,8 @@ def find_site(
     if grid is not None:
         return AttentionSite(grid=grid, **host.sizes())  # some schemes need no positions
     raise InputError(
-        f"positions: params hold no position table of width {host.width}: pass the encoding that "
-        "the model adds to its tokens as positions=[N, D], or its rotary positions, such as "
-        "rotations=model.rope.get_embed(...), or for a scheme that needs none ('mimetic') "
-        "grid=(rows, cols)"
+        f"positions: params hold no position table of width {host.width}: pass positions=[N, D] or "
+        "rotations, or for a scheme that needs none ('mimetic') grid=(rows, cols)"
     )
 
 
