@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
 from structinit_jax.augment import transforms
-from structinit_jax.errors import InputError
 
 CHUNKS = 16  # into which `apply_where` divides a batch
 PROBABILITY = 0.5  # of applying each drawn operation
@@ -72,22 +71,20 @@ _FIELDS = {
 _PATTERN = re.compile(r"rand(-(m|mstd)\d+\.?\d*|-(n|inc)\d+)*")
 
 
-def parse(text: str) -> Policy:
+def parse(text: str) -> Policy | None:
     """Parses a policy string of timm, such as 'rand-m9-mstd0.5-inc1'.
 
-    Raises:
-      InputError: The string is malformed or not supported: timm's keys 'p', 'mmax' and 't', and an
-        'mstd' above 100, which means uniform magnitudes in timm.
+    Returns None if it is malformed or not supported: timm's keys 'p', 'mmax' and 't', and an 'mstd'
+    above 100, which means uniform magnitudes in timm.
     """
-    if _PATTERN.fullmatch(text):
-        fields = {}
-        for prefix, number in re.findall(r"-([a-z]+)(\d+\.?\d*)", text):
-            name, convert = _FIELDS[prefix]
-            fields[name] = convert(number)
-        policy = Policy(**fields)
-        if policy.num_operations > 0 and policy.magnitude_std <= 100:
-            return policy
-    raise InputError(f"rand_augment={text!r} must be {POLICY}")
+    if not _PATTERN.fullmatch(text):
+        return None
+    fields = {}
+    for prefix, number in re.findall(r"-([a-z]+)(\d+\.?\d*)", text):
+        name, convert = _FIELDS[prefix]
+        fields[name] = convert(number)
+    policy = Policy(**fields)
+    return policy if policy.num_operations > 0 and policy.magnitude_std <= 100 else None
 
 
 def draw_operations(rng: Key[Array, ""], policy: Policy) -> DrawnOperations:
