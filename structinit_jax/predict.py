@@ -11,10 +11,8 @@ from jaxtyping import Float
 
 from structinit_jax import config as config_lib
 from structinit_jax.augment import normalize
-from structinit_jax.data.images import BadImageError
 from structinit_jax.data.loader import HostLoader
 from structinit_jax.data.source import Dataset
-from structinit_jax.errors import InputError
 from structinit_jax.evaluate import class_names, restore_model
 
 BATCH_SIZE = 64
@@ -57,13 +55,9 @@ class Classifier:
         """Returns the logits of images.
 
         Raises:
-          InputError: A file is missing or cannot be decoded, or `files` is a single path.
+          InputError: A file is missing or cannot be decoded.
         """
-        if isinstance(files, str | os.PathLike):
-            raise InputError(f"files={os.fspath(files)!r} must be a list of paths: put it in [ ]")
         files = list(files)
-        if not files:
-            return np.zeros((0, len(self.class_names)), np.float32)
         records = [{"image": os.fspath(file), "label": 0} for file in files]
         data = self.config.data
         names = self.class_names
@@ -72,8 +66,5 @@ class Classifier:
         loader = HostLoader(dataset.split("files"), self._mesh, *sizes, random_crop=None)
         size = 2 ** (len(files) - 1).bit_length()  # few sizes, since each has a program of its own
         batches = loader.eval_batches(batch_size=min(size, BATCH_SIZE))
-        try:
-            logits = [self._logits(self._weights, batch["image"]) for batch in batches]
-        except BadImageError as error:  # its advice is for training
-            raise InputError(f"{error.problem}.") from None
+        logits = [self._logits(self._weights, batch["image"]) for batch in batches]
         return np.concatenate(jax.device_get(logits))[: len(files)]

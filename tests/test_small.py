@@ -73,17 +73,12 @@ def test_fashion_mnist_is_read_from_files_and_downloaded_once(files, tmp_path, m
     assert len(modes) == 1  # others may read what was downloaded
 
 
-def test_files_that_cannot_be_read_or_downloaded_are_named(files, tmp_path, monkeypatch):
+def test_files_that_are_not_the_originals_are_named(files, tmp_path, monkeypatch):
     folder, _ = files
-    # Port 9 of this host: refused at once, whatever network there is.
-    monkeypatch.setattr(small, "URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with pytest.raises(InputError, match=r"fashion_mnist: .*refused.*data_dir"):
-        open_dataset("fashion_mnist", tmp_path / "data")
     (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(b"another"))
     monkeypatch.setattr(small, "URL", folder.as_uri())
     data_dir = tmp_path / "data"
     for place in (folder, data_dir):  # such as MNIST, or a proxy's page
-        with pytest.raises(InputError, match=r"t10k-labels.*gz: it is not the original file"):
+        with pytest.raises(InputError, match=r"t10k-labels.*gz is not the original file"):
             open_dataset("fashion_mnist", place)
     assert len(list(data_dir.rglob("*.*"))) == 3  # nothing is kept of the other file

@@ -93,30 +93,6 @@ def test_labels_out_of_range_are_named():
         list(source.read([0, 1]))
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"img": PIXELS, "label": 0},
-        {"image": PIXELS},
-        (PIXELS, 0),
-        PIXELS,
-        {"image": Image.new("RGB", (4, 4)), "label": 0},
-        {"image": PIXELS.astype(np.float32), "label": 0},
-        {"image": np.zeros((3, 8, 8), np.uint8), "label": 0},
-        {"image": PIXELS, "label": "cat"},
-        {"image": PIXELS, "label": 0.0},
-        {"image": PIXELS, "label": np.eye(2, dtype=int)[0]},
-    ],
-)
-def test_a_mistaken_record_is_told_what_a_record_is(record):
-    records = [{"image": PIXELS, "label": 1}, record]
-    source = Dataset.from_records("mine", {"train": records}, ["a", "b"]).split("train")
-    with pytest.raises(InputError, match=r"^mine 'train', example 1: .* \"label\" \(an integer\)$"):
-        list(source.read([0, 1]))
-    with pytest.raises(InputError, match=r"^mine 'train', example 1: "):
-        digest(source, ["a", "b"])
-
-
 def test_common_examples_of_two_splits_are_counted():
     for first, second, common in (
         ("train", "test", 0),

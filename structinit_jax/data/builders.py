@@ -19,28 +19,21 @@ def open_tfds(name: str, data_dir: Folder) -> Dataset:
     path = builder.data_path
     if not path.exists():
         folder, _, _ = name.partition(":")
-        versions = [f"{folder}:{v}" for v in tfds.core.utils.version.list_all_versions(path.parent)]
-        there = f" Another version is there: pass {' or '.join(versions)}." if versions else ""
         raise InputError(
-            f"data set {name!r} is not prepared: looked in {path}.{there} Pass"
-            f" data_dir=DIR, the folder that holds {folder}/, or download it with\n"
+            f"data set {name!r} is not prepared: looked in {path}. Pass data_dir=DIR, the folder"
+            f" that holds {folder}/, or download it with\n"
             f"  python -m structinit_jax.prepare --name={name} --data_dir={builder.data_dir_root}"
         )
     with _reading(name, data_dir):
         builder = tfds.builder_from_directory(path)  # knows formats that were added later
+        features = builder.info.features
+        image = features["image"]
+        class_names = features["label"].names
     if tfds.core.FileFormat.ARRAY_RECORD not in builder.info.available_file_formats():
         raise InputError(
             f"data set {name!r} is not prepared as array_record. Convert it, once, where"
             " TensorFlow is installed (pip install '.[prepare]'):\n"
             f"  tfds convert_format --dataset_version_dir={path} --out_file_format=array_record"
-        )
-    features = builder.info.features
-    image, label = (dict(features).get(key) for key in ("image", "label"))
-    kinds = (tfds.features.Image, tfds.features.ClassLabel)
-    if not all(map(isinstance, (image, label), kinds)):
-        raise InputError(
-            f"data set {name!r} has the features {sorted(features)}, expected an 'image'"
-            " and a class 'label'. Choose a data set for image classification."
         )
     sizes = {split: info.num_examples for split, info in builder.info.splits.items()}
     # Images are not decoded by TFDS, which cannot read CMYK.
@@ -50,12 +43,12 @@ def open_tfds(name: str, data_dir: Folder) -> Dataset:
         if isinstance(feature, tfds.features.Image)
     }
     channels = 1 if image.shape[2] == 1 else 3
-    info = DatasetInfo(label.num_classes, channels, sizes)
+    info = DatasetInfo(len(class_names), channels, sizes)
     # array_record keeps a file open for each shard, of which ImageNet has 1,088.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 10_000)), hard))
     open_split = functools.partial(builder.as_data_source, decoders=decoders)
-    return Dataset(name, info, label.names, open_split)
+    return Dataset(name, info, class_names, open_split)
 
 
 def find_builder(name: str, data_dir: Folder) -> tfds.core.DatasetBuilder:

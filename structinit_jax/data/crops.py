@@ -14,7 +14,6 @@ try:
 except ImportError:  # there is no wheel for this platform, for example ARM Linux
     simd = None
 
-LONGEST = 16  # longer side over the shorter one, of images that are resized whole
 RATIO = (3 / 4, 4 / 3)  # smallest and largest width / height of random boxes, as in timm
 ATTEMPTS = 10  # as in torchvision
 
@@ -25,13 +24,8 @@ def resize_and_center_crop(
     """Resizes an image, uint8 [h, w, C], bicubically and takes the central square, as timm does.
 
     The shorter side is resized to `image_size / crop_fraction` pixels; ImageNet evaluation usually
-    takes 0.875, and 1 keeps the whole of a square image. Of an image that is more than `LONGEST`
-    times as long as wide, the ends are cut off first: resizing 2×8000 pixels whole takes 2 GB.
-    Returns uint8 [image_size, image_size, C].
+    takes 0.875, and 1 keeps the whole of a square image. Returns uint8 [image_size, image_size, C].
     """
-    if max(pixels.shape[:2]) > (longest := LONGEST * min(pixels.shape[:2])):
-        top, left = (max(0, side - longest) // 2 for side in pixels.shape[:2])
-        pixels = pixels[top : top + longest, left : left + longest]
     shorter = math.floor(image_size / crop_fraction)
     shape = pixels.shape[:2]
     height, width = (int(shorter * side / min(shape)) for side in shape)

@@ -13,7 +13,6 @@ SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".avif"),
     *(".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"),
 )
-OUTSIDE = "images outside of class folders"
 LAYOUT = (
     "With data_dir=DIR, expected DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg, or DIR/CLASS/*.jpg,"
     " of which train_split='train[:90%]' and eval_split='train[90%:]' take parts."
@@ -69,15 +68,9 @@ def open_folder(root: Folder) -> Dataset:
         raise problem(f"there is no such folder (from {Path.cwd()})")
     left_out = Counter()
     folders = {split: folder / split for split in SPLITS if (folder / split).is_dir()}
-    try:
-        if deep := bool(folders):
-            entries, images = _list(folder, left_out)
-            left_out.update(f"{entry.name}/" for entry in entries if entry.name not in folders)
-            left_out[OUTSIDE] += len(images)
-        folders = folders or {"train": folder}
-        found = {split: _find_classes(path, left_out, deep) for split, path in folders.items()}
-    except OSError as error:
-        raise problem(f"it cannot be read ({error})") from error
+    deep = bool(folders)
+    folders = folders or {"train": folder}
+    found = {split: _find_classes(path, left_out, deep) for split, path in folders.items()}
     first = next(iter(found))
     if not found[first] or not any(any(classes.values()) for classes in found.values()):
         raise problem("it holds no class folder with images")
@@ -85,14 +78,11 @@ def open_folder(root: Folder) -> Dataset:
     def open_split(split):
         # Checked here, so that a split that is not used may have other classes.
         if extra := [name for name in found[split] if name not in found[first]]:
-            shown = ", ".join(map(repr, extra[:5])) + (", …" if len(extra) > 5 else "")
-            raise problem(f"{split} has {len(extra)} classes that {first} does not have: {shown}")
+            raise problem(f"{split} has classes that {first} does not have: {extra[:5]}")
         empty = [name for name, paths in found[split].items() if not paths]
         if empty and split == "train":
             path = (folders[split] / empty[0]).relative_to(folder)
             raise problem(f"the class {path} holds no image ({', '.join(SUFFIXES)})")
-        if empty and split == first:
-            print(f"note: {len(empty):,} of the {len(found[first]):,} classes hold no image")
         labels = {name: label for label, name in enumerate(found[first])}
         files = [(path, labels[name]) for name, paths in found[split].items() for path in paths]
         return FileRecords(files, folders[split])
@@ -104,45 +94,29 @@ def open_folder(root: Folder) -> Dataset:
 
 def _find_classes(folder, left_out, deep):
     """Returns the paths of the images of each class; if `deep`, also those in its subfolders."""
-    entries, images = _list(folder, left_out)
-    left_out[OUTSIDE] += len(images)
-    above = _identify(folder)
-    return {entry.name: _find_images(entry.path, left_out, {above}, deep) for entry in entries}
+    entries, _ = _list(folder, left_out)
+    return {entry.name: _find_images(entry.path, left_out, deep) for entry in entries}
 
 
-def _find_images(folder, left_out, seen, deep):
-    """Returns the paths of the images in a folder, unless it is in `seen`, and adds it there."""
-    if (identity := _identify(folder)) in seen:
-        left_out["folders linked in a circle"] += 1
-        return []
-    seen.add(identity)
+def _find_images(folder, left_out, deep):
     entries, images = _list(folder, left_out)
-    if not deep:
-        left_out["subfolders"] += len(entries)
-        return images
-    for entry in entries:
-        images += _find_images(entry.path, left_out, seen, deep)
+    if deep:
+        for entry in entries:
+            images += _find_images(entry.path, left_out, deep)
     return images
 
 
-def _identify(folder):
-    status = os.stat(folder)
-    return status.st_dev, status.st_ino
-
-
 def _list(folder, left_out):
-    """Returns the subfolders and the images in a folder, in order, and counts all else.
+    """Returns the subfolders and the images in a folder, in order, and counts other files.
 
     Hidden entries are left out, such as .ipynb_checkpoints and @eaDir.
     """
     folders = []
     images = []
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        # For a link to itself, `DirEntry.is_dir` raises an error.
-        is_folder = os.path.isdir if entry.is_symlink() else os.DirEntry.is_dir
         if entry.name[0] in ".@":
             left_out["hidden"] += 1
-        elif is_folder(entry):
+        elif entry.is_dir():
             folders.append(entry)
         elif entry.name.lower().endswith(SUFFIXES):
             images.append(entry.path)

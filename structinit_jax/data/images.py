@@ -30,7 +30,7 @@ class BadImageError(InputError):
 
     def __init__(self, problem: str):
         super().__init__(
-            f"{problem}. Replace it with an intact image, or start a new run with"
+            f"{problem}. Replace it with an intact image; a new run leaves such images out with"
             " --config.data.on_bad_image=skip."
         )
         self.problem = problem

@@ -33,9 +33,7 @@ Batch = dict[str, jax.Array]
 @functools.lru_cache(maxsize=4)  # a batch reads at most two epochs at a time
 def _epoch_order(seed, epoch, num_examples):
     bits = rngs.host_bits(seed, epoch, rngs.ORDER, num_examples)
-    order = np.argsort(bits, kind="stable")
-    order.flags.writeable = False  # the cache returns the same array again
-    return order
+    return np.argsort(bits, kind="stable")
 
 
 def stream_indices(
