@@ -59,7 +59,7 @@ def test_a_setting_has_one_name_however_it_is_written(tiny_config):
 
 @pytest.mark.parametrize(
     "axis",
-    ["model.depth=x", "attention_init.nrm=1", "seed=1,2", "depth", "data.data_dir=a?b,a_b"],
+    ["model.depth=x", "attention_init.nrm=1", "seed=1,2", "depth"],
 )
 def test_mistaken_axes_are_refused(tiny_config, axis):
     with pytest.raises(InputError, match=axis.partition("=")[0]):
@@ -99,9 +99,6 @@ def test_the_options_of_a_scheme_may_stand_before_its_name():
 
 
 def test_a_setting_that_cannot_be_trained_is_refused_before_the_first_run(tiny_config):
-    tiny_config.start_from = "vit_small_default.safetensors"
-    with pytest.raises(InputError, match=r"^setting x: .*start_from='vit_small_default\.safeten"):
-        grid.describe_setting("x", tiny_config)
     tiny_config.model.num_heads = 3
     with pytest.raises(InputError, match=r"^setting x: .*num_heads"):
         grid.describe_setting("x", tiny_config)

@@ -71,10 +71,7 @@ def main(overrides: command_line.Overrides) -> None:
         raise InputError("pass either --config (--schemes, --grid) or --table (--rows)")
     rows = {}
     if of_table:
-        table = settings_lib.read_table(FLAGS.table)
-        rows = {name: row for name, row in table.items() if {*FLAGS.rows} <= {*name.split(",")}}
-        if not rows:
-            raise InputError(f"--rows={','.join(FLAGS.rows)}: no row has all: {'; '.join(table)}")
+        rows = settings_lib.read_table(FLAGS.table, FLAGS.rows)
         settings = settings_lib.configs_of(rows, overrides)
     else:
         config = command_line.read_config(overrides)

@@ -85,8 +85,6 @@ def describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
         build.make_scheme(config, model)
         optimizer = build.make_optimizer(config, schedule.learning_rate, model)
         build.make_step(config, model, optimizer, schedule.learning_rate)
-        if (file := config.start_from) and not Path(file).expanduser().is_file():
-            raise InputError(f"config.start_from={file!r} is no file")
         digests = {
             f"{data.name} {data.train_split}": digest(train_source, dataset.class_names),
             f"{data.name} {data.eval_split}": digest(eval_source, dataset.class_names),
@@ -104,7 +102,7 @@ def _merge(workdir, new, settings):
     """Merges settings and seeds into those of earlier commands, which must agree with them."""
     info: dict[str, Any] = {"settings": {}, "baselines": {}, "machine": ""}
     if (workdir / records.GRID).exists():
-        info = records.read_grid(workdir)
+        info = files.read_json(workdir / records.GRID)
     old = info["settings"]
     for name, facts in new.items():
         earlier = old.values()

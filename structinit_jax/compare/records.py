@@ -1,6 +1,8 @@
 """The runs of a comparison, as its workdir records them.
 
-`compare.json` has the settings, and each run is a workdir of its own, `SETTING/seed_K`.
+`compare.json` has the 'machine', by setting the 'baselines', and as 'settings' by name what
+`grid.describe_setting` returns, with the 'seeds', the 'published' accuracy and the 'note'. Each run
+is a workdir of its own, `SETTING/seed_K`.
 """
 
 from collections.abc import Mapping
@@ -93,18 +95,9 @@ class Comparison(NamedTuple):
         return {run.seed: run.accuracy for run in self.finished(setting)}
 
 
-def read_grid(workdir: Path) -> dict[str, Any]:
-    """Reads `compare.json`; raises `InputError` if it is damaged.
-
-    It has the 'machine', by setting the 'baselines', and as 'settings' by name what
-    `grid.describe_setting` returns, with the 'seeds', the 'published' accuracy and the 'note'.
-    """
-    return read_json(workdir / GRID)
-
-
 def read_comparison(workdir: Path) -> Comparison:
     """Reads a comparison; raises `InputError` if its `compare.json` is damaged."""
-    info = read_grid(workdir)
+    info = read_json(workdir / GRID)
     runs = {
         setting: [SeedRun(workdir, setting, seed, facts) for seed in facts["seeds"]]
         for setting, facts in info["settings"].items()

@@ -5,20 +5,17 @@ written, so it can be repeated.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from ml_collections import ConfigDict
 from scipy import special
 
 from structinit_jax.analysis.figures import COLORS, add_legend
-from structinit_jax.compare.records import HARMLESS, Comparison, read_comparison
+from structinit_jax.compare.records import Comparison, read_comparison
 from structinit_jax.files import write_atomically
 from structinit_jax.training.figures import csv_text, png
-from structinit_jax.training.resume import changes
 
 CURVES = "curves.png"
 LINES = ("-", "--", ":", "-.")  # a style for each pass through the colors
@@ -42,7 +39,6 @@ def markdown(comparison: Comparison) -> str:
         _table(_summary(comparison)),
         "Accuracy after the last epoch in percent: mean ± standard deviation over seeds. "
         + interval,
-        *_other_fields(info),
         *(f"{name}: {fact['note']}" for name, fact in info["settings"].items() if fact.get("note")),
     ]
     if any(run.status == "done" for run in every):
@@ -105,22 +101,6 @@ def half_interval(values: Sequence[float]) -> float:
     """Returns half of Student's 95 % interval of the mean of two or more normal values."""
     n = len(values)
     return float(special.stdtrit(n - 1, 0.975) * np.std(values, ddof=1) / math.sqrt(n))
-
-
-def _other_fields(info: Mapping[str, Any]) -> list[str]:
-    """Describes fields outside `attention_init` that differ from those of the baseline."""
-    configs = {name: facts["config"] for name, facts in info["settings"].items()}
-    lines = []
-    for name, baseline in info["baselines"].items():
-        own = ConfigDict(configs[name])
-        different = [
-            f"{field} is {value!r}, not {other!r}"
-            for field, (other, value) in changes(configs.get(baseline, configs[name]), own).items()
-            if not field.startswith(("attention_init", "seed", *HARMLESS))
-        ]
-        if different:
-            lines.append(f"{name} differs from its baseline: {'; '.join(different)}.")
-    return lines
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 
-from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
-from structinit_jax.errors import InputError, suggest
+from structinit_jax.errors import InputError
 from structinit_jax.files import read_file
 
 PAPERS = Path("configs/papers.csv")  # of a checkout, like the configs that it names
@@ -39,8 +38,6 @@ def expand(
     for field in axes:
         if field == "seed":
             raise InputError("--grid=seed cannot be an axis: use --seeds=N")
-        if field.startswith("attention_init.") and field not in known:
-            raise InputError(f"--grid={field} is no option of --schemes: {suggest(field, known)}")
     settings = {}
     for scheme in schemes:
         others = known - options[scheme]
@@ -54,8 +51,6 @@ def expand(
             # The name has the parsed values, so that 1e-3 and 0.001 give the same one.
             parts = [scheme, *(f"{field}={attrgetter(field)(point)}" for field in own)]
             name = ",".join(re.sub(r"[^\w.=+-]", "_", part.replace(" ", "")) for part in parts)
-            if name in settings:
-                raise InputError(f"--schemes and --grid have two settings of the name {name}")
             settings[name] = point.lock()
     return settings
 
@@ -75,35 +70,34 @@ def parse_axes(flags: Iterable[str]) -> dict[str, list[str]]:
 def find_baselines(settings: Mapping[str, ConfigDict]) -> dict[str, str | None]:
     """Returns the baseline of each setting, by name; None if there is none.
 
-    It has the scheme of the first setting, and the same values of all fields in which the settings
-    of that scheme differ. If all settings have the same scheme, it is the first setting.
+    It has the scheme of the first setting, and the same values of all fields but those of
+    `attention_init`. If all settings have the same scheme, it is the first setting.
     """
-    fields = {name: flatten_dict(config.to_dict(), sep=".") for name, config in settings.items()}
-    first = next(iter(fields))
-    scheme = fields[first]["attention_init.name"]
-    candidates = [name for name in fields if fields[name]["attention_init.name"] == scheme]
-    if len(candidates) == len(fields):
-        return dict.fromkeys(fields, first)
-    axes = [
-        field
-        for field, value in fields[first].items()
-        if not field.startswith("attention_init.")
-        and any(fields[name].get(field) != value for name in candidates)
-    ]
-    values = {name: [fields[name].get(field) for field in axes] for name in fields}
-    same = {name: [c for c in candidates if values[c] == values[name]] for name in fields}
+    fields = {name: config.to_dict() for name, config in settings.items()}
+    schemes = {name: values.pop("attention_init")["name"] for name, values in fields.items()}
+    first = next(iter(schemes))
+    candidates = [name for name, scheme in schemes.items() if scheme == schemes[first]]
+    if len(candidates) == len(schemes):
+        return dict.fromkeys(schemes, first)
+    same = {name: [c for c in candidates if fields[c] == fields[name]] for name in fields}
     return {name: found[0] if found else None for name, found in same.items()}
 
 
 # -- tables of the papers --------------------------------------------------------------------------
 
 
-def read_table(table: str) -> dict[str, dict[str, str]]:
-    """Returns the rows of a table of `configs/papers.csv` by name, each a dict by column."""
-    rows = list(csv.DictReader(read_file(PAPERS).decode().splitlines()))
-    found = {row["row"]: row for row in rows if row["table"] == table}
+def read_table(table: str, words: Iterable[str] = ()) -> dict[str, dict[str, str]]:
+    """Returns the rows of a table of `configs/papers.csv` by name, each a dict by column.
+
+    Only those whose name has all the words. Raises `InputError` if there are none.
+    """
+    words = set(words)
+    found = {}
+    for row in csv.DictReader(read_file(PAPERS).decode().splitlines()):
+        if row["table"] == table and words <= set(row["row"].split(",")):
+            found[row["row"]] = row
     if not found:
-        raise InputError(f"--table={table}: {suggest(table, {row['table']: row for row in rows})}")
+        raise InputError(f"{PAPERS} has no rows with --table={table} --rows={','.join(words)}")
     return found
 
 
