@@ -32,19 +32,25 @@ from absl import flags
 
 from structinit_jax import command_line, evaluate
 from structinit_jax.analysis import figures
-from structinit_jax.analysis.collect import Snapshot, observe_run, observe_start, read_images
+from structinit_jax.analysis.collect import (
+    BATCH_SIZE,
+    Snapshot,
+    observe_run,
+    observe_start,
+    read_images,
+)
 from structinit_jax.command_line import FLAGS
 from structinit_jax.compare.settings import expand
 from structinit_jax.data.folder import title
-from structinit_jax.errors import InputError
 from structinit_jax.files import replace_files
 from structinit_jax.training import resume
 
 
 def define_flags() -> None:
     """Defines the flags of this command alone."""
-    flags.DEFINE_list("schemes", [], "Initializations to compare, without --workdir.")
-    flags.DEFINE_integer("num_images", 64, "Number of training images.")
+    flags.DEFINE_list("schemes", [], "Initializations to compare, instead of a checkpoint.")
+    text = "Number of training images."
+    flags.DEFINE_integer("num_images", 64, text, lower_bound=BATCH_SIZE)
 
 
 def write(snapshots: list[Snapshot], subject: str, out: Path) -> None:
@@ -72,13 +78,9 @@ def write(snapshots: list[Snapshot], subject: str, out: Path) -> None:
 def main(overrides: command_line.Overrides) -> None:
     """Runs the command."""
     config = command_line.read_config(overrides)
-    if FLAGS.schemes and FLAGS.workdir:
-        raise InputError("--schemes compares initial weights and cannot be used with --workdir")
-    if FLAGS.step and not FLAGS.workdir:
-        raise InputError(f"--step={FLAGS.step} is a checkpoint of a run: add --workdir")
     out = command_line.out_folder("analysis")
     images = read_images(config, FLAGS.num_images)
-    if FLAGS.workdir:
+    if FLAGS.workdir and not FLAGS.schemes:
         step = FLAGS.step or "newest"
         devices = jax.local_devices()[:1]
         restored = evaluate.restore_model(

@@ -26,8 +26,7 @@ SHARED = {
     "augment.flip, data.data_dir, ...; structinit_jax/config.py lists them.",
     "workdir": "Output directory. Training resumes from the newest checkpoint that it holds. "
     "compare puts all its runs in it.",
-    "step": "Checkpoint: its step, 'newest' (default) or 'best'. For show: a training step, from 1 "
-    "(default).",
+    "step": "Checkpoint: its step, 'newest' (default) or 'best'.",
     "out": "File or directory to write: by default analysis, model (export) or batch.png (show). "
     "main --mode=eval writes its results by class only if it is set.",
     "trust_workdir": "Import Python code that the config of --workdir names.",
@@ -81,8 +80,6 @@ def _parse_flags(argv: list[str]) -> Overrides:
         words = FLAGS.read_flags_from_files(argv[1:], force_gnu=True)
         fields = [match.groups() for match in map(FIELD.fullmatch, words) if match]
         _, *words = FLAGS([argv[0], *(word for word in words if not FIELD.fullmatch(word))])
-    except SystemExit as error:  # absl has printed the help, and ends with status 1
-        raise SystemExit(0) from error
     except flags.Error as error:
         raise InputError(f"{error}; fields of the config are --config.FIELD=VALUE") from error
     if words:

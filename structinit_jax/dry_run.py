@@ -131,15 +131,13 @@ def find_target(name: str) -> list[jax.Device]:
     """
     jax.config.update("jax_platforms", "cpu")
     try:
-        if name.startswith("tpu-"):
-            return _find_tpus(name.removeprefix("tpu-"))
         if match := re.fullmatch(r"h100:(\d+x\d+)", name):
             return _find_h100s(match[1])
-        raise RuntimeError("use a name such as 'tpu-v5e:4x8', 'tpu-v4:2x2x4' or 'h100:2x8'")
-    except RuntimeError as error:  # JAX raises it too.
+        return _find_tpus(name.removeprefix("tpu-"))
+    except RuntimeError as error:
         raise InputError(
-            f"--target={name!r} is no such slice, or its compiler is not installed (pip install "
-            f"'.[targets]'): {error}"
+            f"--target={name!r} is no slice such as tpu-v5e:4x8 or h100:2x8, or its compiler is "
+            f"not installed (pip install '.[targets]'): {error}"
         ) from error
 
 

@@ -67,12 +67,10 @@ def evaluate_checkpoint(
     """Evaluates a checkpoint of a run, possibly on other data, and prints the results.
 
     `step` is 'newest', 'best' or a number. If `out` is set, the results by class are written to
-    this folder, see `figures.write_by_class`. Raises `InputError` if there is no such checkpoint,
-    if it does not fit the config, or if the data cannot be used or have other classes.
+    this existing folder, see `figures.write_by_class`. Raises `InputError` if there is no such
+    checkpoint, if it does not fit the config, or if the data cannot be used or have other classes.
     """
     dataset = build.open_data(config)
-    if out:
-        Path(out).mkdir(parents=True, exist_ok=True)
     model, state = restore_model(config, workdir, step=step)
     names = dataset.class_names
     pairs = zip(class_names(workdir, state), names, strict=True)

@@ -31,8 +31,6 @@ def open_path(workdir: epath.PathLike) -> epath.Path:
     """
     if not is_url(workdir):
         return epath.Path(Path(workdir).expanduser().absolute())
-    if set(str(workdir)) & set("[]*?"):
-        raise InputError(f"workdir={workdir} must not contain [, ], * or ?, which are patterns")
     try:
         path = epath.Path(workdir)
         path.exists()

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from absl import flags
 from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
 from structinit_jax import command_line
 from structinit_jax.command_line import FLAGS
 from structinit_jax.data.folder import title
-from structinit_jax.errors import InputError, printable
+from structinit_jax.errors import printable
 from structinit_jax.rngs import step_rngs
 from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
@@ -67,23 +68,23 @@ def draw(images: np.ndarray, captions: Sequence[str]) -> Figure:
     return figure
 
 
+def define_flags() -> None:
+    """Defines the flags of this command alone."""
+    flags.DEFINE_integer("step", 1, "Training step, counted from 1.", lower_bound=1)
+
+
 def main(overrides: command_line.Overrides) -> None:
     """Draws up to 48 images of the batch with their targets."""
     config = command_line.read_config(overrides)
-    step = FLAGS.step or "1"
-    if not step.isdecimal() or int(step) < 1:
-        raise InputError(f"--step={step} must be a training step: 1 or more")
     path = command_line.out_path("batch.png")
-    images, targets, names = training_batch(config, int(step))
+    step = FLAGS.step
+    images, targets, names = training_batch(config, step)
     captions = [describe_target(t, config.label_smoothing, names) for t in targets[:MAX_IMAGES]]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draw(images[:MAX_IMAGES], captions).savefig(path, dpi=150)
-    except (OSError, ValueError) as error:  # a ValueError is about the suffix
-        raise InputError(f"--out={path} cannot be written ({error}): name a .png file") from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draw(images[:MAX_IMAGES], captions).savefig(path, format="png", dpi=150)
     data = title(config.data.name, config.data.data_dir)
     print(f"wrote {path}: {len(captions)} of the {len(images)} images of step {step}, from {data}")
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(main, define_flags, shared=["config", "workdir", "out", "trust_workdir"])

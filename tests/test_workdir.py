@@ -22,6 +22,5 @@ def test_unusable_directories_are_refused(tmp_path):
         prepare_workdir(tmp_path / "file")
     with pytest.raises(InputError, match=r"workdir=gs://bucket/run is a URL"):
         prepare_workdir("gs://bucket/run")
-    for url in ("nothing://x", "gs://bucket/[a]"):
-        with pytest.raises(InputError, match="workdir="):
-            open_path(url)
+    with pytest.raises(InputError, match="workdir="):
+        open_path("nothing://x")

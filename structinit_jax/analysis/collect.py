@@ -12,12 +12,11 @@ from jaxtyping import Array, Float, UInt8
 from ml_collections import ConfigDict
 
 from structinit_jax.analysis import measures
-from structinit_jax.attention_init import ConvSite, TokenMixingSite
+from structinit_jax.attention_init import ConvSite
 from structinit_jax.attention_init.sites import AttentionStack
 from structinit_jax.augment import normalize
 from structinit_jax.config import make_attention_init
 from structinit_jax.data.loader import decode_all
-from structinit_jax.errors import InputError
 from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
 from structinit_jax.training.state import (
@@ -53,16 +52,11 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
     """Reads training images without augmentation, cropped as for evaluation.
 
     The images are spread evenly over the split: `count` of them, or all if there are fewer, rounded
-    down to a multiple of `BATCH_SIZE`.
+    down to a multiple of `BATCH_SIZE`, which both must reach.
     """
     data = config.data
     source = build.open_split(config, build.open_data(config), "train_split")
     whole = min(count, len(source)) // BATCH_SIZE * BATCH_SIZE
-    if whole < 1:
-        raise InputError(
-            f"--num_images={count} of the {len(source)} in "
-            f"config.data.train_split={data.train_split!r}: needs at least {BATCH_SIZE}"
-        )
     return decode_all(source.evenly_spaced(whole), data.image_size, data.crop_fraction)[0]
 
 
@@ -108,9 +102,6 @@ def _initialize(config, model):
         print(f"attention_init {config.attention_init.name}: {initial}", flush=True)
         weights = initial.weights
         targets = initial.targets
-    sites = nnx.merge(model.graphdef, *weights).sites()
-    if not sites or any(isinstance(site, TokenMixingSite) for site in sites.values()):
-        raise InputError(f"config.model.name={config.model.name!r} has no attention to analyze")
     return weights, targets
 
 

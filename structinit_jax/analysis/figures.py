@@ -12,7 +12,7 @@ from matplotlib.patches import Rectangle
 
 from structinit_jax.analysis import measures
 from structinit_jax.analysis.collect import Layer, Snapshot
-from structinit_jax.errors import InputError, printable
+from structinit_jax.errors import printable
 from structinit_jax.training.figures import png
 
 REACH = 4  # largest offset that is drawn: on a large grid, an impulse would be too small
@@ -59,16 +59,6 @@ def _save(figure, title, path):
 # -- maps ------------------------------------------------------------------------------------------
 
 
-def draw_snapshots(snapshots: Sequence[Snapshot], title: str, path: str | Path) -> None:
-    """Draws the attention maps of models, as in figures 3 to 6 of the 2024 paper.
-
-    For every head of the first layer: the map [N, N] with queries as rows and keys as columns, and
-    below it the upper left corner with two rows of tokens. Beside them, every head of all layers as
-    a convolution kernel. Deep models have room for the maps of further layers.
-    """
-    _draw_maps({s.name: s.layers for s in snapshots}, title, path)
-
-
 def draw_maps(
     maps: Mapping[str, Float[Array | np.ndarray, "L h N N"]],
     grid: tuple[int, int],
@@ -78,24 +68,24 @@ def draw_maps(
     """Like `draw_snapshots`, for attention maps of any models, by the name of the model.
 
     Average the maps over images, and cut off class and register tokens: the N tokens that are left
-    are those of the grid (rows, columns). Raises `InputError` for maps of another grid.
+    are those of the grid (rows, columns).
     """
-    tokens = grid[0] * grid[1]
-    for name, array in maps.items():
-        if array.shape[2:] != (tokens, tokens):
-            raise InputError(
-                f"maps[{name!r}] has shape {array.shape}, but grid={grid} needs [layers, heads, "
-                f"{tokens}, {tokens}]: cut off class and register tokens, or pass the grid"
-            )
-    models = {
-        name: [Layer(str(i), grid, np.asarray(layer), {}) for i, layer in enumerate(layers, 1)]
-        for name, layers in maps.items()
-    }
-    _draw_maps(models, title, path)
+    snapshots = []
+    for name, layers in maps.items():
+        numbered = enumerate(map(np.asarray, layers), 1)
+        snapshots.append(Snapshot(name, [Layer(str(i), grid, layer, {}) for i, layer in numbered]))
+    draw_snapshots(snapshots, title, path)
 
 
-def _draw_maps(models, title, path):
-    """Draws a band for each model, one below the other; the unit of length is a tile with a map."""
+def draw_snapshots(snapshots: Sequence[Snapshot], title: str, path: str | Path) -> None:
+    """Draws the attention maps of models, as in figures 3 to 6 of the 2024 paper.
+
+    For every head of the first layer: the map [N, N] with queries as rows and keys as columns, and
+    below it the upper left corner with two rows of tokens. Beside them, every head of all layers as
+    a convolution kernel. Deep models have room for the maps of further layers. Models have a band
+    each, one below the other; the unit of length is a tile with a map.
+    """
+    models = {snapshot.name: snapshot.layers for snapshot in snapshots}
     everything = [layer for layers in models.values() for layer in layers]
     kernels = {name: [_kernels(layer) for layer in layers] for name, layers in models.items()}
     uniform = 1 / min(layer.maps.shape[-1] for layer in everything)
