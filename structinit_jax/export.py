@@ -73,8 +73,8 @@ def timm_card(config: ConfigDict) -> dict[str, Any]:
         )
     else:
         raise InputError(
-            f"config.model.name={model.name!r} cannot be exported: timm builds only ViT and Swin "
-            "from a folder. In Python, models.timm.to_timm(model) has the weights of other models"
+            f"config.model.name={model.name!r} cannot be exported, only ViT and Swin: for the "
+            "weights alone, call models.timm.to_timm(model) in Python"
         )
     return {
         "architecture": name,

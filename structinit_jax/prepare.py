@@ -50,9 +50,8 @@ def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> No
         return
     if importlib.util.find_spec("tensorflow") is None:
         raise InputError(
-            f"--name={name!r}: TFDS needs TensorFlow to prepare this data set. Install"
-            " it, here or on another machine:\n  pip install '.[prepare]'\n"
-            "Training does not need it."
+            f"--name={name!r}: TFDS needs TensorFlow to prepare this data set, here or on another"
+            " machine: pip install '.[prepare]'"
         )
     config = tfds.download.DownloadConfig(manual_dir=manual_dir)
     builder.download_and_prepare(file_format="array_record", download_config=config)

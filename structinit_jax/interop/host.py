@@ -181,8 +181,7 @@ class Host:
                 is_table = self.bias_tables and name.endswith(_BIAS_TABLE)
                 if name not in known and not is_table:
                     raise InputError(
-                        f"params: {name} may change the attention maps (as norms of queries and "
-                        "keys, position biases and temperatures do), which no scheme could then "
+                        f"params: {name} may change the attention maps, which no scheme could then "
                         "set: build the model without it"
                     )
 
