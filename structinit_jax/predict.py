@@ -13,6 +13,7 @@ from structinit_jax import config as config_lib
 from structinit_jax.augment import normalize
 from structinit_jax.data.loader import HostLoader
 from structinit_jax.data.source import Dataset
+from structinit_jax.errors import InputError
 from structinit_jax.evaluate import class_names, restore_model
 
 BATCH_SIZE = 64
@@ -55,8 +56,10 @@ class Classifier:
         """Returns the logits of images.
 
         Raises:
-          InputError: A file is missing or cannot be decoded.
+          InputError: A file is missing or cannot be decoded, or `files` is a single path.
         """
+        if isinstance(files, str | os.PathLike):
+            raise InputError(f"files={os.fspath(files)!r} must be a list of paths: put it in [ ]")
         files = list(files)
         records = [{"image": os.fspath(file), "label": 0} for file in files]
         data = self.config.data

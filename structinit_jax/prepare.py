@@ -41,7 +41,7 @@ def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> No
     """Prepares a data set so that `open_dataset` can open it by the same name and `data_dir`.
 
     `manual_dir` holds archives downloaded by hand. Raises `InputError` if the name is unknown, or
-    if TensorFlow is missing.
+    if it cannot be prepared.
     """
     if name in OPENERS or is_reference(name):
         return
@@ -54,7 +54,12 @@ def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> No
             " machine: pip install '.[prepare]'"
         )
     config = tfds.download.DownloadConfig(manual_dir=manual_dir)
-    builder.download_and_prepare(file_format="array_record", download_config=config)
+    try:
+        builder.download_and_prepare(file_format="array_record", download_config=config)
+    except Exception as error:  # TensorFlow's errors have no common type
+        raise InputError(
+            f"--name={name!r} cannot be prepared: {type(error).__name__}: {error}"
+        ) from error
 
 
 def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> list[str]:
@@ -125,6 +130,8 @@ def report(dataset: Dataset, num_checked: int) -> None:
 
 def main(overrides: command_line.Overrides) -> None:
     """Prepares a data set and prints a report."""
+    if overrides:
+        raise InputError(f"prepare has no --config.{overrides[0][0]}; --help lists its flags")
     prepare(FLAGS.name, FLAGS.data_dir, FLAGS.manual_dir)
     report(open_dataset(FLAGS.name, FLAGS.data_dir), FLAGS.check)
 

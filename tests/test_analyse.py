@@ -15,6 +15,7 @@ from structinit_jax.analysis import collect, figures, measures
 from structinit_jax.attention_init.targets import convolution_maps, impulse_kernels, kernel_offsets
 from structinit_jax.augment import normalize
 from structinit_jax.config import base_config, make_attention_init
+from structinit_jax.errors import InputError
 from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
 from structinit_jax.training.state import initialize_model
@@ -26,6 +27,7 @@ MODELS = {
         width=32, depth=1, num_heads=2, patch_size=2, pool="class_token", positions="learned"
     ),
     "swin": dict(width=8, depths=(2, 1), num_heads=(1, 2), patch_size=1, window_size=4),
+    "mixer": dict(width=16, depth=2, patch_size=1),
     "convmixer": dict(width=16, depth=2, patch_size=1, kernel_size=3),
 }
 
@@ -62,6 +64,8 @@ def test_images_are_a_fixed_part_of_the_training_split():
     np.testing.assert_array_equal(images, collect.read_images(config, NUM_IMAGES + 7))
     config.seed = 1
     np.testing.assert_array_equal(images, collect.read_images(config, NUM_IMAGES))
+    with pytest.raises(InputError, match=r"name='mixer' has no attention"):
+        collect.observe_start(make_config("mixer"), images)
 
 
 def test_a_vit_is_averaged_over_images_without_its_extra_tokens():

@@ -94,7 +94,7 @@ def test_only_images_are_read(root):
     write_image(root / "val" / "0.png", 50)
     dataset = open_dataset("folder", root)
     left_out = {kind: count for kind, count in dataset.left_out.items() if count}
-    assert left_out == {"hidden": 5, ".heic": 1}
+    assert left_out == {"hidden": 5, ".heic": 1, "images outside of class folders": 1}
     assert dataset.class_names == sorted(CLASSES)
     assert len(dataset.split("train")) == 32
     with pytest.raises(InputError):  # has no classes, which matters only if it is used

@@ -47,3 +47,8 @@ def test_files_that_are_no_images_are_named(classify, tmp_path, name, message):
     (tmp_path / "text.png").write_text("not an image")
     with pytest.raises(InputError, match=message):
         classify([tmp_path / name])
+
+
+def test_a_single_path_is_refused(classify):
+    with pytest.raises(InputError, match=r"files='photo\.jpg'"):
+        classify("photo.jpg")

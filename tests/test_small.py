@@ -73,8 +73,13 @@ def test_fashion_mnist_is_read_from_files_and_downloaded_once(files, tmp_path, m
     assert len(modes) == 1  # others may read what was downloaded
 
 
-def test_files_that_are_not_the_originals_are_named(files, tmp_path, monkeypatch):
+def test_files_that_are_not_downloaded_or_not_the_originals_are_named(files, tmp_path, monkeypatch):
     folder, _ = files
+    # Port 9 of this host: refused at once, whatever network there is.
+    monkeypatch.setattr(small, "URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with pytest.raises(InputError, match=r"fashion_mnist: .*refused.*data_dir"):
+        open_dataset("fashion_mnist", tmp_path / "data")
     (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(b"another"))
     monkeypatch.setattr(small, "URL", folder.as_uri())
     data_dir = tmp_path / "data"

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from foreign_models import normal_scheme, state_dict
 
+from structinit_jax.errors import InputError
 from structinit_jax.interop import initialize, torch_maps
 
 torch = pytest.importorskip("torch")
@@ -33,3 +34,8 @@ def test_maps_are_recorded_in_inference_mode_too():
         found = torch_maps(model, tokens)
     for maps, same in zip(expected, found, strict=True):
         np.testing.assert_array_equal(maps, same)
+
+
+def test_a_model_without_maps_is_refused():
+    with pytest.raises(InputError, match=r"^model: "):
+        torch_maps(torch.nn.Linear(4, 4), torch.ones(2, 4, 4))

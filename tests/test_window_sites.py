@@ -144,3 +144,8 @@ ONES = np.ones((2, 2), np.float32)
 def test_models_that_do_not_fit_are_refused(name, changes, message):
     with pytest.raises(InputError, match=message):
         interop.initialize(timm.to_timm(model(name)) | changes, scheme, RNG)
+
+
+def test_a_grid_that_no_window_has_is_refused():
+    with pytest.raises(InputError, match=r"grid=\(4, 5\) is none of the windows \(4, 4\)"):
+        interop.initialize(timm.to_timm(model("swin")), scheme, RNG, grid=(4, 5))

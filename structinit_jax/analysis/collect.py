@@ -12,11 +12,12 @@ from jaxtyping import Array, Float, UInt8
 from ml_collections import ConfigDict
 
 from structinit_jax.analysis import measures
-from structinit_jax.attention_init import ConvSite
+from structinit_jax.attention_init import ConvSite, TokenMixingSite
 from structinit_jax.attention_init.sites import AttentionStack
 from structinit_jax.augment import normalize
 from structinit_jax.config import make_attention_init
 from structinit_jax.data.loader import decode_all
+from structinit_jax.errors import InputError
 from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
 from structinit_jax.training.state import (
@@ -102,6 +103,9 @@ def _initialize(config, model):
         print(f"attention_init {config.attention_init.name}: {initial}", flush=True)
         weights = initial.weights
         targets = initial.targets
+    sites = nnx.merge(model.graphdef, *weights).sites()
+    if not sites or any(isinstance(site, TokenMixingSite) for site in sites.values()):
+        raise InputError(f"config.model.name={config.model.name!r} has no attention to analyze")
     return weights, targets
 
 

@@ -94,7 +94,8 @@ def open_folder(root: Folder) -> Dataset:
 
 def _find_classes(folder, left_out, deep):
     """Returns the paths of the images of each class; if `deep`, also those in its subfolders."""
-    entries, _ = _list(folder, left_out)
+    entries, images = _list(folder, left_out)
+    left_out["images outside of class folders"] += len(images)
     return {entry.name: _find_images(entry.path, left_out, deep) for entry in entries}
 
 

@@ -84,8 +84,14 @@ def _in_order(split, indices, images, labels):
 def _download(url, path, sha256):
     """Downloads a file, and puts it into place once its content is known to be right."""
     print(f"Downloading {url} to {path.parent} (once).", flush=True)
-    with urllib.request.urlopen(url, timeout=30) as response:
-        content = response.read()
+    try:
+        with urllib.request.urlopen(url, timeout=30) as response:
+            content = response.read()
+    except OSError as error:
+        raise InputError(
+            f"fashion_mnist: {url} cannot be downloaded ({error}): pass the folder of its four "
+            f"files, {', '.join(f'{name}.gz' for name in CHECKSUMS)}, as data_dir"
+        ) from error
     array = _parse_idx(content, path, sha256)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Other processes, on other hosts too, may download the same file. A file of `tempfile` could be

@@ -93,7 +93,10 @@ class Host:
         if not layout.torch:
             self.width, shown, self.head_dim = shape[-3:]
         if self.bias_tables:
-            shown = self.leaves[self.bias_tables[0]].shape[1]
+            name = self.bias_tables[0]
+            shown = self.leaves[name].shape[1]
+        if None not in (num_heads, shown) and num_heads != shown:
+            raise InputError(f"num_heads={num_heads}, but {name} has {shown} heads: leave it out")
         self.num_heads = num_heads if shown is None else shown
         if layout.torch:
             self.width, inner = shape[:2]

@@ -9,6 +9,7 @@ from structinit_jax.attention_init import AttentionInit, AttentionWeights
 from structinit_jax.attention_init.draws import split_by_stack
 from structinit_jax.attention_init.sites import check_shape
 from structinit_jax.checks import check_scheme
+from structinit_jax.errors import InputError
 from structinit_jax.interop.arrays import as_array, check_array, like, replace_rows
 from structinit_jax.interop.host import Grid, Host, find_hosts
 from structinit_jax.interop.layouts import Leaves, flatten
@@ -64,6 +65,9 @@ def initialize(
     leaves, rebuild = flatten(params)
     hosts = find_hosts(leaves, num_heads)
     sites = [find_site(host, grid, as_array(positions), rotations) for host in hosts]
+    if grid is not None and all(site.grid != grid for site in sites):
+        windows = ", ".join(str(site.grid) for site in sites)
+        raise InputError(f"grid={grid} is none of the windows {windows}: leave it out")
     rngs = split_by_stack(rng, len(hosts))
     for host, site, site_rng in zip(hosts, sites, rngs, strict=True):
         for name, new in _write(host, attention_init(site_rng, site), site.grid).items():

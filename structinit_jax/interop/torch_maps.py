@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from structinit_jax.errors import InputError
+
 
 def torch_maps(model: Any, images: Any) -> list[Float[np.ndarray, "B h T T"]]:
     """Records the attention maps that a torch model computes.
@@ -18,7 +20,10 @@ def torch_maps(model: Any, images: Any) -> list[Float[np.ndarray, "B h T T"]]:
 
     Returns:
       The maps in the order in which the model computes them, over all T tokens, class and register
-      tokens included. The list is empty if torch does not compute the attention itself.
+      tokens included.
+
+    Raises:
+      InputError: No map was found.
     """
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -50,4 +55,9 @@ def torch_maps(model: Any, images: Any) -> list[Float[np.ndarray, "B h T T"]]:
         torch.backends.mha.set_fastpath_enabled(fast_path)
         for module, training in modes:
             module.training = training
+    if not found:
+        raise InputError(
+            "model: its call computed no softmax over square logits [..., T, T]: pass one that is "
+            "not compiled, and whose attention torch computes"
+        )
     return found
