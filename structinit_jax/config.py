@@ -173,9 +173,13 @@ def find_scheme(name: str) -> Callable[..., attention_init.AttentionInit]:
     return find(name, attention_init.SCHEMES, "config.attention_init.name")
 
 
-def scheme_options(name: str) -> tuple[str, ...]:
-    """Returns the names of a scheme's options, which `config.attention_init` may set."""
-    return tuple(inspect.signature(find_scheme(name)).parameters)
+def scheme_options(name: str) -> dict[str, Any]:
+    """Returns the options of a scheme, which `config.attention_init` may set, with their defaults.
+
+    An option without a default has `inspect.Parameter.empty`.
+    """
+    parameters = inspect.signature(find_scheme(name)).parameters
+    return {option: parameter.default for option, parameter in parameters.items()}
 
 
 def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:

@@ -35,9 +35,8 @@ def expand(
     if varied and (config.start_from or "start_from" in axes):
         raise InputError("config.start_from replaces config.attention_init: pass a single scheme")
     known = set().union(*options.values())
-    for field in axes:
-        if field == "seed":
-            raise InputError("--grid=seed cannot be an axis: use --seeds=N")
+    if "seed" in axes:
+        raise InputError("--grid=seed cannot be an axis: use --seeds=N")
     settings = {}
     for scheme in schemes:
         others = known - options[scheme]

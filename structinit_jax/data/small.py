@@ -53,7 +53,8 @@ def open_fashion_mnist(data_dir: Folder) -> Dataset:
     """Opens Fashion-MNIST (Xiao et al. 2017): 70,000 28x28 gray images of clothes.
 
     `data_dir` is the folder of the four original files, by default `fashion_mnist` in TFDS's
-    folder. Missing files are downloaded to it. Raises `InputError` if a file is not the original.
+    folder. Missing files are downloaded to it. Raises `InputError` if a file cannot be downloaded
+    or is not the original.
     """
     root = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     folder = Path(data_dir or Path(root, "fashion_mnist").expanduser())

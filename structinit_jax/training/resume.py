@@ -6,7 +6,6 @@ the value of a field, such as 'model.depth', must stay: `decides_weights`, `deci
 """
 
 import contextlib
-import inspect
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
-from structinit_jax.config import find_scheme
+from structinit_jax.config import scheme_options
 from structinit_jax.errors import InputError
 
 SCHEME = "attention_init."  # beginning of the paths of its options
@@ -93,9 +92,8 @@ def changes(old: Mapping[str, Any], config: ConfigDict) -> dict[str, tuple[Any, 
     new = flatten_dict(json.loads(config.to_json()), sep=".")  # with lists for tuples, as in `old`
     defaults = {field: None for field in new.keys() ^ old.keys() if field.startswith(SCHEME)}
     with contextlib.suppress(InputError):  # A scheme of the user's own need not be there.
-        scheme = find_scheme(new.get(f"{SCHEME}name", ""))
-        for name, option in inspect.signature(scheme).parameters.items():
-            defaults[SCHEME + name] = option.default
+        options = scheme_options(new.get(f"{SCHEME}name", ""))
+        defaults |= {SCHEME + option: default for option, default in options.items()}
     old = defaults | old
     new = defaults | new
     fields = sorted(old.keys() & new.keys())
