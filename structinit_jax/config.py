@@ -29,6 +29,7 @@ from structinit_jax.checks import (
     find,
     is_count,
     is_reference,
+    require,
 )
 from structinit_jax.errors import InputError, prefixed, printable, suggest
 from structinit_jax.files import open_path, read_json
@@ -114,8 +115,8 @@ def base_config(model: str = "vit") -> ConfigDict:
     """Returns a config with every field at its default.
 
     Args:
-      model: Model family ('vit', 'swin', 'mixer', 'convmixer'), a variant under timm's name
-        ('vit_tiny_patch16_224'), or 'module:Class'.
+      model: Model family ('vit', 'swin', 'mixer', 'convmixer'), a variant of `models.VARIANTS`,
+        named as in timm ('vit_tiny_patch16_224'), or 'module:Class'.
     """
     with prefixed("config.model."):
         model_fields = models.default_config(model)
@@ -273,7 +274,9 @@ def load_config(location: str | Path) -> ConfigDict:
             f"--config={path}: there is no such file in {Path.cwd()}: run from the repository, "
             "or pass the whole path"
         )
-    get_config = runpy.run_path(path)["get_config"]
+    get_config = runpy.run_path(path).get("get_config")
+    needs = "a function that returns base_config() with changes"
+    require(f"--config={path}: get_config", get_config, needs, callable)
     words = row.split(",") if row else []
     columns = inspect.signature(get_config).parameters
     if len(words) > len(columns):
@@ -281,7 +284,11 @@ def load_config(location: str | Path) -> ConfigDict:
     choices = dict(zip(columns, words, strict=False))
     annotated = {name: choices[name] for name in choices if name in get_config.__annotations__}
     check_fields(get_config, annotated, f"--config={location}: ")
-    return get_config(**choices)
+    config = get_config(**choices)
+    needs = "a ConfigDict: base_config() with changes"
+    place = f"--config={path}: the value of get_config()"
+    require(place, config, needs, lambda value: isinstance(value, ConfigDict))
+    return config
 
 
 # Fields that may name code to import, as module:function.

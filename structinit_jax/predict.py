@@ -11,6 +11,7 @@ from jaxtyping import Float
 
 from structinit_jax import config as config_lib
 from structinit_jax.augment import normalize
+from structinit_jax.data.images import BadImageError
 from structinit_jax.data.loader import HostLoader
 from structinit_jax.data.source import Dataset
 from structinit_jax.errors import InputError
@@ -69,5 +70,8 @@ class Classifier:
         loader = HostLoader(dataset.split("files"), self._mesh, *sizes, random_crop=None)
         size = 2 ** (len(files) - 1).bit_length()  # few sizes, since each has a program of its own
         batches = loader.eval_batches(batch_size=min(size, BATCH_SIZE))
-        logits = [self._logits(self._weights, batch["image"]) for batch in batches]
+        try:
+            logits = [self._logits(self._weights, batch["image"]) for batch in batches]
+        except BadImageError as error:  # Its own advice is for training.
+            raise InputError(error.problem) from error
         return np.concatenate(jax.device_get(logits))[: len(files)]

@@ -134,6 +134,13 @@ def test_rotary_positions_beside_a_table_are_reported():
         interop.initialize(params, normal_scheme, RNG, num_heads=HEADS)
 
 
+@pytest.mark.parametrize("name", ["ls1.gamma", "gamma_1", "layer_scale1.lambda1"])
+def test_a_layer_scale_that_hides_values_is_reported(name):
+    params = state_dict("timm") | {f"blocks.0.{name}": 1e-5 * ONES}
+    with pytest.warns(UserWarning, match=rf"blocks\.0\.{name} .* LayerScale"):
+        interop.initialize(params, normal_scheme, RNG, num_heads=HEADS)
+
+
 def test_weights_and_schemes_that_do_not_fit_are_refused():
     weights = read(state_dict("timm"), num_heads=HEADS)
     for name, array in (

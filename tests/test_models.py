@@ -18,6 +18,7 @@ from tiny_models import EVERYWHERE, SIZES, make, train_fn
 from structinit_jax import attention_init
 from structinit_jax.errors import InputError
 from structinit_jax.models import FAMILIES, VARIANTS, check_fields, create_model, default_config
+from structinit_jax.models.layers import PatchEmbedding
 from structinit_jax.models.model import Model
 from structinit_jax.training.state import split_model
 
@@ -69,6 +70,9 @@ def test_variants_have_timms_parameter_counts(name):
         (dict(name="vit", num_heads=3), "^num_heads=3 .* width=16"),
         (dict(name="vit", num_heads=8, positions="rope"), "^head_dim=2: .* multiple of 4"),
         (dict(name="swin", depths=(2,)), r"^depths=\(2,\) .* num_heads=\[2, 4\]"),
+        (dict(name="swin", image_size=1, patch_size=2), "^image_size=1 .* patch_size=2"),
+        (dict(name="vit", mlp_ratio=0.01), "^mlp_ratio=0.01"),
+        (dict(token_mlp_ratio=0.01), "^token_mlp_ratio=0.01"),
     ],
 )
 def test_sizes_that_do_not_fit_and_invalid_fields_are_refused(fields, message):
@@ -88,8 +92,14 @@ def test_sizes_that_do_not_fit_and_invalid_fields_are_refused(fields, message):
     ],
 )
 def test_images_that_the_model_was_not_built_for_are_refused(family, shape):
-    with pytest.raises(InputError, match=f"^images have shape {re.escape(str(shape))}"):
+    with pytest.raises(InputError, match=f"^images .* shape {re.escape(str(shape))}"):
         make(family)(jnp.zeros(shape))
+
+
+def test_pixels_that_are_not_normalized_are_refused():
+    embed = inspect.unwrap(PatchEmbedding.__call__)  # without the type check of the tests
+    with pytest.raises(InputError, match=r"^images .* uint8"):
+        embed(make("vit").patch_embedding, jnp.zeros((1, 8, 8, 1), jnp.uint8))
 
 
 def test_layer_norms_have_timms_epsilon():

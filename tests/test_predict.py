@@ -45,8 +45,9 @@ def test_logits_are_those_of_the_checkpoint(classify, digits, run_config, finish
 )
 def test_files_that_are_no_images_are_named(classify, tmp_path, name, message):
     (tmp_path / "text.png").write_text("not an image")
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=message) as caught:
         classify([tmp_path / name])
+    assert "on_bad_image" not in str(caught.value)
 
 
 def test_a_single_path_is_refused(classify):

@@ -83,7 +83,7 @@ def impulse(
     where H attends to the neighbor at the head's offset (2024, equation 8). Value and output
     projection have a product near -0.4 I, as in 2025. `impulse_2024` and `impulse_2025` are the
     papers' own ways to solve for Q and K, algorithm 1 and a pseudo-inverse; this one gets closer to
-    H at the same norms, and takes less than a second. `absolute` has the method for ViTs.
+    H at the same norms, in less than a second once compiled. `absolute` has the method for ViTs.
 
     The forms for rotary positions, windows (Swin) and token mixing (MLP-Mixer) are our own: the
     papers have no impulse for them. So is the scale of the filters at a `ConvSite`.
@@ -321,7 +321,7 @@ def _by_site(
         if kind not in functions:
             known = ", ".join(site_type.__name__ for site_type in functions)
             raise InputError(
-                f"{scheme.__name__} is for {known}, not for a {kind.__name__}: use 'default'"
+                f"{scheme.__name__} is for {known}, not for a {kind.__name__}: use default()"
             )
         for name in changed.keys() - taken[kind]:
             raise InputError(

@@ -40,6 +40,7 @@ _REFUSED = {  # by the names of their parameters
     re.compile(r"(?:.*\.)?att\w*\.(?:.*\.)?logit_scale"): "the cosine attention of SwinV2",
     re.compile(r"(?:.*\.)?attn_grid\..*"): "the grid attention of MaxViT",
 }
+_LAYER_SCALE = r"(?:.*\.)?(?:ls_?1|layer_?scale_?1)\.\w+|(?:.*\.)?(?:gamma|lambda)_?1"
 _NORMS = re.compile(r"(?i:[^.]*(?:norm|ln)[^.]*)|0\.norm|1\.net\.0")  # the last two: vit-pytorch
 
 
@@ -191,6 +192,16 @@ class Host:
     def rotary_positions(self) -> str | None:
         """Returns the name of a parameter of rotary positions, or None if no name shows them."""
         return next((name for name in self._floats() if self._matches(_ROTARY, name)), None)
+
+    def layer_scale(self) -> str | None:
+        """Returns the name of a LayerScale that makes the attention's output small, or None."""
+        scales = {
+            name: x for name, x in self._floats().items() if self._matches(_LAYER_SCALE, name)
+        }
+        small = [
+            k for k, x in scales.items() if is_concrete(x) and np.abs(np.asarray(x)).max() < 0.1
+        ]
+        return next(iter(small), None)
 
     # -- positions and patches ---------------------------------------------------------------------
 

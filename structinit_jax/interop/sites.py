@@ -27,6 +27,13 @@ def find_site(
 ) -> AttentionStack:
     """Returns the site of a model's attention layers; for arguments and errors see `initialize`."""
     host.require_assumptions()
+    if scale := host.layer_scale():
+        warnings.warn(
+            f"params: {scale} makes the attention's output so small that the scheme's values and "
+            "projections hardly matter: build the model without LayerScale (in timm, "
+            "init_values=None), unless only the maps matter",
+            stacklevel=3,
+        )
     if host.bias_tables:
         return WindowSite(grid=_find_window(host, grid), **host.sizes())
     if grid is None and rotations is None:

@@ -19,6 +19,7 @@ from structinit_jax.models.layers import (
     LinearInit,
     Mlp,
     PreNormBlock,
+    hidden_width,
     layer_norm,
     set_weight,
     truncated_normal,
@@ -258,7 +259,7 @@ class Block(PreNormBlock):
             table = truncated_normal(rngs.params(), (position_bias_rows, num_heads))
             self.relative_position_bias = nnx.Param(table)
         self.norm2 = layer_norm(width, epsilon=epsilon, **options)
-        self.mlp = Mlp(width, int(width * mlp_ratio), init=init, **options)
+        self.mlp = Mlp(width, hidden_width("mlp_ratio", mlp_ratio, width), init=init, **options)
         if layer_scale:
             self.scale1 = nnx.Param(jnp.full((width,), layer_scale))
             self.scale2 = nnx.Param(jnp.full((width,), layer_scale))

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init.draws import draw_flat, trunc_normal
 from structinit_jax.attention_init.sites import check_shape
+from structinit_jax.checks import require
 from structinit_jax.errors import InputError
 
 Rng = PRNGKeyArray | None
@@ -116,17 +117,19 @@ class PatchEmbedding(nnx.Module):
     ) -> Float[Array, "B rows cols D"]:
         """Returns one token per patch.
 
-        Raises `InputError` for images with other channels, or with another grid if that is given.
+        Raises `InputError` for integers, other channels, or another grid if that is given.
         """
         p, _, model_channels, _ = self.kernel.shape
         batch, height, width, channels = images.shape
         rows, cols = grid or (height // p, width // p)
         # The product would broadcast a single channel of the kernel, and positions fit any grid
-        # with as many tokens.
-        if (height, width, channels) != (rows * p, cols * p, model_channels):
+        # with as many tokens. Integers are pixels that were not normalized.
+        shape = (rows * p, cols * p, model_channels)
+        is_float = jnp.issubdtype(images.dtype, jnp.floating)
+        if (height, width, channels) != shape or not is_float:
             raise InputError(
-                f"images have shape {images.shape}, but the model was built for patches of size "
-                f"{p}, {rows} down and {cols} across, and {model_channels} channels"
+                f"images have type {images.dtype} and shape {images.shape}, but the model needs "
+                f"normalized ones, floating-point with shape (B, {', '.join(map(str, shape))})"
             )
         # A batch that is split over an explicit mesh needs these two steps instead of one.
         patches = images.reshape(batch, rows, p, width, channels)
@@ -135,6 +138,12 @@ class PatchEmbedding(nnx.Module):
         bias = self.bias[...].astype(self.dtype)
         tokens = jnp.einsum("brpcqi,pqid->brcd", patches.astype(self.dtype), kernel)
         return tokens + bias[None, None, None, :]
+
+
+def hidden_width(name: str, ratio: float, width: int) -> int:
+    """Returns the hidden width of an MLP; `InputError` for a ratio, of that name, that gives 0."""
+    require(name, ratio, f"at least 1/{width}, for one hidden unit", lambda x: width * x >= 1)
+    return int(width * ratio)
 
 
 class Mlp(nnx.Module):

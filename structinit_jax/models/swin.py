@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import AttentionInit, AttentionWeights, WindowSite
-from structinit_jax.checks import Fraction, PositiveFloat, PositiveInt, checked
+from structinit_jax.checks import Fraction, PositiveFloat, PositiveInt, checked, require
 from structinit_jax.errors import InputError
 from structinit_jax.models import layers
 from structinit_jax.models.attention import Block
@@ -93,6 +93,9 @@ class SwinTransformer(Model):
             )
         self.patch_size = patch_size
         self.grid = tuple(side // patch_size for side in image_sides(image_size))
+        require(
+            "image_size", image_size, f"at least patch_size={patch_size}", lambda _: all(self.grid)
+        )
         self.depths = tuple(depths)  # a list in the JSON of a config
         self.drop_path = drop_path
         self.base_init = base_init

@@ -197,7 +197,7 @@ def train(
                     log.upload()
                     checkpoints.save(step, state, record)
             if evaluates and on_evaluation:
-                with progress.wait("evaluation"):
+                with progress.wait("evaluation"), jax.transfer_guard("allow"):
                     ends = on_evaluation(step, results)
                 if ends:
                     break
