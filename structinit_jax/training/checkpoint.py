@@ -38,9 +38,6 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not raised and "merge of OCDBT" not in record.getMessage()
 
 
-logging.getLogger("absl").addFilter(_is_news)
-
-
 class Checkpoints:
     """The checkpoints of a run that is being trained: the newest `keep`, and the best one.
 
@@ -50,6 +47,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: epath.PathLike, keep: int):
+        logging.getLogger("absl").addFilter(_is_news)
         self.directory = epath.Path(directory)
         self._keep = keep
         self._staged = is_url(directory)
