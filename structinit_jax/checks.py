@@ -61,6 +61,7 @@ PositiveInt = Annotated[int, Check("a whole number from 1 to 2**32 - 1", is_coun
 NonNegativeInt = Annotated[
     int, Check("a whole number from 0 to 2**32 - 1", lambda x: is_count(x, 0))
 ]
+AtLeastTwo = Annotated[int, Check("a whole number, 2 or more", lambda x: is_count(x, 2))]
 PositiveFloat = Annotated[Number, Check("a number above 0, at most 1e7", lambda x: 0 < x <= 1e7)]
 NonNegativeFloat = Annotated[Number, Check("a number from 0 to 1e7", lambda x: 0 <= x <= 1e7)]
 Fraction = Annotated[Number, Check("a number in [0, 1)", lambda x: 0 <= x < 1)]

@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 from structinit_jax import attention_init, models
 from structinit_jax.augment import AugmentConfig
 from structinit_jax.checks import (
+    AtLeastTwo,
     Check,
     Fraction,
     NonNegativeFloat,
@@ -43,8 +44,6 @@ Mean = Annotated[float, Check("in [0, 1] (of pixels divided by 255)", lambda x: 
 Deviation = Annotated[
     float, Check("from 0.001 to 1 (of pixels divided by 255)", lambda x: 0.001 <= x <= 1)
 ]
-# A crash can damage the newest checkpoint.
-AtLeastTwo = Annotated[int, Check("a whole number, 2 or more", lambda x: is_count(x, 2))]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +83,8 @@ class RunFields:
     log_every_steps: PositiveInt = 20
     eval_every_epochs: PositiveFloat = 5.0
     checkpoint_every_steps: PositiveInt = 500
-    keep_checkpoints: AtLeastTwo = 2  # the newest ones; the best one is kept in addition
+    # The newest ones, of which a crash can damage one; the best one is kept in addition.
+    keep_checkpoints: AtLeastTwo = 2
 
     # Safetensors file of a timm model of the same size or larger, at any resolution. If set, all
     # weights but the head are selected from it (Xu et al. 2024), and attention_init is not used.
@@ -148,22 +148,16 @@ def validate(config: ConfigDict) -> None:
     with prefixed("config.model."):
         models.check_fields(dict(config.model))
     for field in ("mean", "std"):
-        if len(data[field]) != data.channels:
-            raise InputError(
-                f"config.data.{field}={data[field]} must be a tuple of "
-                f"config.data.channels={data.channels} numbers"
-            )
-    positions = config.model.get("positions", "learned")
-    if config.attention_init.get("name") == "impulse_2025" and positions != "learned":
-        raise InputError(
-            f"config.model.positions={positions!r} must be 'learned' for "
-            "config.attention_init.name='impulse_2025', the closed form for learned positions"
-        )
-    if not config.num_steps and config.cooldown_epochs >= config.num_epochs:
-        raise InputError(
-            f"config.cooldown_epochs={config.cooldown_epochs} must be below "
-            f"config.num_epochs={config.num_epochs}, which includes them"
-        )
+        needs = f"a tuple of config.data.channels={data.channels} numbers"
+        require(f"config.data.{field}", data[field], needs, lambda x: len(x) == data.channels)
+    if config.attention_init.get("name") == "impulse_2025":
+        needs = "'learned' for the closed form config.attention_init.name='impulse_2025'"
+        positions = config.model.get("positions", "learned")
+        require("config.model.positions", positions, needs, lambda x: x == "learned")
+    if not config.num_steps:
+        needs = f"below config.num_epochs={config.num_epochs}, which includes them"
+        cooldown = config.cooldown_epochs
+        require("config.cooldown_epochs", cooldown, needs, lambda x: x < config.num_epochs)
 
 
 # -- the scheme ------------------------------------------------------------------------------------

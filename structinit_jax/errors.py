@@ -28,7 +28,7 @@ def prefixed(place: str) -> Iterator[None]:
     A library function names its own argument; whoever passes a field of the config adds the path:
 
         with prefixed("config."):
-            mesh = make_mesh(config.fsdp)  # 'config.fsdp=3 does not divide the 8 devices: …'
+            mesh = make_mesh(config.fsdp)  # 'config.fsdp=3 must be a divisor of 8, …'
     """
     try:
         yield

@@ -47,12 +47,12 @@ def restore_model(
     mesh = sharding.make_mesh(math.gcd(config.fsdp, len(devices)), devices)
     model = build.make_model(config, mesh)
     count = jax.ShapeDtypeStruct((), np.int32, sharding=sharding.replicated(mesh))
-    abstract_state = TrainState(count, model.params, model.model_state, opt_state={})
+    abstract_state = TrainState(count, model.params, model.model_state, opt_state=None)
     if config.ema_decay:
         averages = {"params": model.params, "model_state": model.model_state}
-        abstract_state = TrainState(count, None, None, opt_state={}, ema=averages)
-    state = checkpoint.restore(directory, number, abstract_state, weights_only=True)
-    return model, TrainState(state.step, *state.weights, opt_state={})
+        abstract_state = TrainState(count, None, None, opt_state=None, ema=averages)
+    state = checkpoint.restore(directory, number, abstract_state)
+    return model, TrainState(state.step, *state.weights, opt_state=None)
 
 
 def class_names(workdir: str | Path, state: TrainState) -> list[str]:

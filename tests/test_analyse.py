@@ -95,8 +95,9 @@ def test_targets_are_those_that_the_solve_reaches():
     params, state = initial.weights
     # Without content, what is left is the position encoding, for which the heads were solved.
     params["patch_embedding"] = jax.tree.map(lambda x: 0 * x, params["patch_embedding"])
-    observe = collect.make_observer(config, model, initial.targets)
-    layer, last = observe("", (params, state), images).layers
+    weights = {"": (params, state)}
+    (snapshot,) = collect.observe(config, model, initial.targets, weights, images)
+    layer, last = snapshot.layers
     assert "target_mass" not in last.measures  # its heads attend to similar tokens
     assert np.all(layer.measures["hit_rate"] > 0.9)
     assert np.all(layer.measures["target_mass"] > 2 / 16)  # twice that of a uniform map

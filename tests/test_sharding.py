@@ -129,5 +129,5 @@ def test_an_evaluation_gathers_one_block_at_a_time(wide_config):
 
 
 def test_a_group_that_does_not_divide_the_devices_is_refused():
-    with pytest.raises(InputError, match=r"fsdp=3 does not divide the 8 devices"):
+    with pytest.raises(InputError, match=r"fsdp=3 must be a divisor of 8"):
         make_mesh(fsdp=3)

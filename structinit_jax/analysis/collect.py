@@ -1,7 +1,7 @@
 """Runs models on images and averages their maps, measures and representations."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,12 +20,7 @@ from structinit_jax.data.loader import decode_all
 from structinit_jax.errors import InputError
 from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
-from structinit_jax.training.state import (
-    AbstractModel,
-    TrainState,
-    initialize_from_file,
-    initialize_model,
-)
+from structinit_jax.training.state import AbstractModel, TrainState, initial_weights
 
 BATCH_SIZE = 8  # images at a time, whose maps are in memory together
 
@@ -66,7 +61,7 @@ def observe_start(config: ConfigDict, images: UInt8[np.ndarray, "n H H C"]) -> S
     mesh = make_mesh(devices=jax.local_devices()[:1])
     model = build.make_model(config, mesh)
     weights, targets = _initialize(config, model)
-    return make_observer(config, model, targets)(_start_name(config), weights, images)
+    return observe(config, model, targets, {_start_name(config): weights}, images)[0]
 
 
 def observe_run(
@@ -81,12 +76,9 @@ def observe_run(
     model, state = restored
     initial, targets = _initialize(config, model)
     trained = (state.params, state.model_state)
-    observe = make_observer(config, model, targets)
     name = _start_name(config)
-    return [
-        observe(f"{name}, step 0", initial, images),
-        observe(f"{name}, step {int(state.step):,}", trained, images),
-    ]
+    weights = {f"{name}, step 0": initial, f"{name}, step {int(state.step):,}": trained}
+    return observe(config, model, targets, weights, images)
 
 
 def _start_name(config):
@@ -95,31 +87,27 @@ def _start_name(config):
 
 def _initialize(config, model):
     """Returns the weights that a run starts from, and the targets of their heads by stack."""
-    if config.start_from:
-        weights = initialize_from_file(model, config.seed, config.start_from)
-        targets = {}
-    else:
-        initial = initialize_model(model, make_attention_init(config), config.seed)
-        print(f"attention_init {config.attention_init.name}: {initial}", flush=True)
-        weights = initial.weights
-        targets = initial.targets
+    weights, _, targets = initial_weights(config, model, make_attention_init(config))
     sites = nnx.merge(model.graphdef, *weights).sites()
     if not sites or any(isinstance(site, TokenMixingSite) for site in sites.values()):
         raise InputError(f"config.model.name={config.model.name!r} has no attention to analyze")
     return weights, targets
 
 
-def make_observer(
-    config: ConfigDict, model: AbstractModel, targets: Mapping[str, tuple[Array, Array]]
-) -> Callable[[str, Sequence[Any], UInt8[np.ndarray, "n H H C"]], Snapshot]:
-    """Returns `(name, weights, images) -> snapshot`, which compiles once for all weights.
+def observe(
+    config: ConfigDict,
+    model: AbstractModel,
+    targets: Mapping[str, tuple[Array, Array]],
+    weights_by_name: Mapping[str, Sequence[Any]],
+    images: UInt8[np.ndarray, "n H H C"],
+) -> list[Snapshot]:
+    """Observes a model, on one device, with each of several weights: parameters and model state.
 
-    The model is on one device. `targets` are those of `InitialModel`, and `weights` parameters and
-    model state. The number of images n is a multiple of `BATCH_SIZE`.
+    `targets` are those of `InitialModel`. The number of images n is a multiple of `BATCH_SIZE`.
     """
     observe_batch = jax.jit(functools.partial(_observe_batch, config, model.graphdef))
-
-    def observe(name, weights, images):
+    snapshots = []
+    for name, weights in weights_by_name.items():
         sites = nnx.merge(model.graphdef, *weights).sites()
         totals = []
         for batch in images.reshape(-1, BATCH_SIZE, *images.shape[1:]):
@@ -141,9 +129,8 @@ def make_observer(
                 values = {key: value[i] for key, value in averages.items() if i < len(value)}
                 number = f"{stage}.{i + 1}" if len(sites) > 1 else str(i + 1)
                 layers.append(Layer(number, grid, maps[i], values))
-        return Snapshot(name, layers)
-
-    return observe
+        snapshots.append(Snapshot(name, layers))
+    return snapshots
 
 
 def _observe_batch(config, graphdef, targets, weights, images):

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init.draws import draw_flat, permutations, random_rotations
 from structinit_jax.attention_init.sites import AttentionStack, AttentionWeights
-from structinit_jax.errors import InputError
+from structinit_jax.checks import require
 
 
 def near_identity(
@@ -57,11 +57,8 @@ def mimetic_vo(
     width = site.width
     heads = (site.num_heads, site.head_dim)
     inner = heads[0] * heads[1]
-    if inner > width:
-        raise InputError(
-            f"num_heads={heads[0]} × head_dim={heads[1]} = {inner} channels are more than "
-            f"width={width}, which mimetic weights do not allow: use 'default' or 'impulse'"
-        )
+    needs = f"at most width={width} for mimetic weights: use 'default' or 'impulse'"
+    require("num_heads * head_dim", inner, needs, lambda channels: channels <= width)
     product = near_identity(rng, (layers, width), noise=0.4, identity=-0.4)
     a, b = split_product(product, width)
     if transposed:

@@ -26,7 +26,7 @@ from structinit_jax.attention_init.solve import (
     warn_if_out_of_reach,
 )
 from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps
-from structinit_jax.errors import InputError
+from structinit_jax.checks import require
 
 START_NORM = 3.0  # The root of the sum of |c| at the start; most grids need about this.
 MAX_ROWS = 64  # More rows of a map would pose the same problem at other places.
@@ -45,11 +45,8 @@ def rotary_angles(
     >>> si.rotary_angles(grid=(14, 14), head_dim=64).shape
     (1, 1, 196, 32)
     """
-    if head_dim % 4:
-        raise InputError(
-            f"head_dim={head_dim}: rotary positions need a multiple of 4, two pairs of channels "
-            "for rows and columns; change the width or the number of heads"
-        )
+    needs = "a multiple of 4 for rotary positions, two pairs of channels for rows and columns"
+    require("head_dim", head_dim, needs, lambda d: d % 4 == 0)
     quarter = head_dim // 4
     frequencies = temperature ** -(np.arange(quarter) / quarter)
     y, x = np.meshgrid(*map(np.arange, grid), indexing="ij")

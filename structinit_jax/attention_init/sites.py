@@ -14,7 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from structinit_jax.checks import Check, PositiveFloat, PositiveInt, check_fields, is_count
+from structinit_jax.checks import (
+    AtLeastTwo,
+    Check,
+    PositiveFloat,
+    PositiveInt,
+    check_fields,
+    is_count,
+    require,
+)
 from structinit_jax.errors import InputError
 
 # -- sites -----------------------------------------------------------------------------------------
@@ -24,7 +32,6 @@ GRID = Check(
     lambda x: isinstance(x, tuple) and len(x) == 2 and all(map(is_count, x)),
 )
 Grid = Annotated[tuple[int, int], GRID]
-PairedUnits = Annotated[int, Check("a whole number, 2 or more", lambda x: is_count(x, 2))]
 
 
 def check_shape(field: str, array: Any, expected: tuple[int, ...]) -> None:
@@ -164,7 +171,7 @@ class TokenMixingSite(_Site):
     """Stack of equal token-mixing MLPs with exact GELU, as in MLP-Mixer."""
 
     grid: Grid  # rows and columns of the N tokens, in row-major order
-    hidden: PairedUnits  # hidden units of one MLP
+    hidden: AtLeastTwo  # hidden units of one MLP
     num_layers: PositiveInt  # L
 
 
@@ -274,14 +281,13 @@ def sincos_positions(
     >>> si.sincos_positions(grid=(14, 14), width=192).shape
     (196, 192)
     """
-    if width % 4 or width < 8:
-        raise InputError(
-            f"width={width}: sin-cos positions need a width of at least 8 that is divisible by 4: "
-            "change the width, or use learned positions and a scheme that keeps them, such as "
-            "'default' or mimetic(replace_positions=False)"
-        )
-    if convention not in ("timm", "big_vision"):
-        raise InputError(f"convention={convention!r}: choose 'timm' or 'big_vision'")
+    needs = (
+        "a multiple of 4, at least 8, for sin-cos positions: change it, or use learned positions "
+        "and a scheme that keeps them, such as 'default' or mimetic(replace_positions=False)"
+    )
+    require("width", width, needs, lambda d: d % 4 == 0 and d >= 8)
+    conventions = ("timm", "big_vision")
+    require("convention", convention, f"one of {conventions}", conventions.__contains__)
     quarter = width // 4
     steps = quarter if convention == "timm" else quarter - 1
     frequencies = 10_000.0 ** -(np.arange(quarter) / steps)

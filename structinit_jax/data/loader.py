@@ -5,7 +5,6 @@ decoded by threads while the devices train (`HostLoader`). Both return the same 
 number of processes. The order is a function of (seed, position in the stream).
 """
 
-import abc
 import collections
 import dataclasses
 import functools
@@ -64,19 +63,13 @@ def bytes_on_device(num_examples: int, image_size: int, channels: int) -> int:
     return size if size <= IN_MEMORY_BYTES else 0
 
 
-class Loader(abc.ABC):
-    """The batches of a split; `len` gives the number of its examples."""
+class Loader:
+    """The batches of a split; `len` gives the number of its examples.
 
-    @abc.abstractmethod
-    def __len__(self) -> int: ...
-
-    @abc.abstractmethod
-    def _batches(self, order, steps, batch_size) -> Iterator[Batch]:
-        """Yields the batch of each step, which starts at position `step * batch_size`.
-
-        `order(start, stop)` gives the examples at these positions, int64; -1 marks padding, whose
-        "mask" is 0.
-        """
+    A subclass defines `__len__` and `_batches(order, steps, batch_size)`. The latter yields the
+    batch of each step, which starts at position `step * batch_size`. `order(start, stop)` gives the
+    examples at these positions, int64; -1 marks padding, whose "mask" is 0.
+    """
 
     def train_batches(
         self,

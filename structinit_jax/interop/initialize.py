@@ -1,19 +1,31 @@
 """Writes attention schemes into other projects' models."""
 
+import math
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Complex
 
-from structinit_jax.attention_init import AttentionInit, AttentionWeights
+from structinit_jax.attention_init import (
+    AttentionInit,
+    AttentionSite,
+    AttentionWeights,
+    RotarySite,
+    WindowSite,
+)
 from structinit_jax.attention_init.draws import split_by_stack
-from structinit_jax.attention_init.sites import check_shape
+from structinit_jax.attention_init.sites import AttentionStack, check_shape
 from structinit_jax.checks import check_scheme
 from structinit_jax.errors import InputError
 from structinit_jax.interop.arrays import as_array, check_array, like, replace_rows
-from structinit_jax.interop.host import Grid, Host, find_hosts
+from structinit_jax.interop.host import Grid, Host, find_hosts, square
 from structinit_jax.interop.layouts import Leaves, flatten
-from structinit_jax.interop.sites import find_site, num_offsets
+
+# Tolerance for rotations from one token to the next, computed from bfloat16 sines and cosines.
+ROUNDING = 0.05
 
 
 def initialize(
@@ -64,7 +76,9 @@ def initialize(
     check_scheme(attention_init)
     leaves, rebuild = flatten(params)
     hosts = find_hosts(leaves, num_heads)
-    sites = [find_site(host, grid, as_array(positions), rotations) for host in hosts]
+    sites = []
+    for host in hosts:  # In a comprehension, warnings would not show the caller's line.
+        sites.append(_find_site(host, grid, as_array(positions), rotations))
     if grid is not None and all(site.grid != grid for site in sites):
         windows = ", ".join(str(site.grid) for site in sites)
         raise InputError(f"grid={grid} is none of the windows {windows}: leave it out")
@@ -76,11 +90,134 @@ def initialize(
     return rebuild(leaves)
 
 
+def _find_site(
+    host: Host,
+    grid: Grid | None,
+    positions: np.ndarray | jax.Array | None,
+    rotations: Any | None,
+) -> AttentionStack:
+    """Returns the site of a model's attention layers; for arguments and errors see `initialize`."""
+    host.require_assumptions()
+    if scale := host.layer_scale():
+        warnings.warn(
+            f"params: {scale} makes the attention's output so small that the scheme's values and "
+            "projections hardly matter: build the model without LayerScale (in timm, "
+            "init_values=None), unless only the maps matter",
+            stacklevel=3,
+        )
+    if host.bias_tables:
+        return WindowSite(grid=_find_window(host, grid), **host.sizes())
+    if grid is None and rotations is None:
+        host.require_image_tokens()
+    table = host.position_table(grid) if positions is None else None
+    if rotations is not None:
+        if positions is not None or table is not None:
+            raise InputError(
+                f"rotations: the model adds {table.name if table else 'positions'} to its tokens, "
+                "which schemes then use: leave out rotations, and measure the maps"
+            )
+        return _rotary_site(host, rotations, grid)
+    rotary = host.rotary_positions()
+    if rotary is not None:
+        if host.position_table(grid) is None:
+            raise InputError(
+                f"params: {rotary} rotates queries and keys: pass rotations="
+                "model.eval().rope.get_embed(shape=grid) (timm) or "
+                "model.eval().rope_embeddings(pixel_values) (Hugging Face)"
+            )
+        warnings.warn(
+            f"params: {rotary} rotates queries and keys, which moves the scheme's maps: measure "
+            "them",
+            stacklevel=3,
+        )
+    if positions is not None:
+        grid = grid or square(len(positions))  # the site refuses None
+        return AttentionSite(grid=grid, **host.sizes(), positions=positions)
+    if table is not None:
+        return AttentionSite(
+            grid=table.grid,
+            **host.sizes(),
+            positions=jnp.asarray(table.rows[table.prefix :], jnp.float32),
+            positions_trainable=True,
+        )
+    if grid is not None:
+        return AttentionSite(grid=grid, **host.sizes())  # some schemes need no positions
+    raise InputError(
+        f"positions: params hold no position table of width {host.width}: pass positions=[N, D] or "
+        "rotations, or for a scheme that needs none ('mimetic') grid=(rows, cols)"
+    )
+
+
+def _num_offsets(window: Grid) -> int:
+    """Returns the number of offsets between the tokens of a window."""
+    return (2 * window[0] - 1) * (2 * window[1] - 1)
+
+
+def _find_window(host: Host, grid: Grid | None) -> Grid:
+    """Returns the window of a bias table: a row per offset, and in BEiT 3 for the class token."""
+    table = host.bias_tables[0]
+    rows = len(host.leaves[table])
+    side = math.isqrt(rows) // 2 + 1
+    for window in (grid, (side, side)):
+        if window and _num_offsets(window) in (rows, rows - 3):
+            return window
+    given = "" if grid is None else f" or one of {grid}"
+    raise InputError(
+        f"grid: the {rows} rows of {table} do not fit the offsets in a square window{given}: pass "
+        "grid=(rows, cols) of its window"
+    )
+
+
+def _rotary_site(host: Host, given: Any, grid: Grid | None) -> RotarySite:
+    """Returns the site for the `rotations` of `initialize`, timm's table or Hugging Face's pair."""
+    parts = tuple(map(as_array, given if isinstance(given, tuple | list) else (given,)))
+    d = host.head_dim
+    is_pair = len(parts) == 2
+    shapes = {np.shape(part) for part in parts}
+    shape = np.shape(parts[0])
+    lead = (1,) * (4 - len(shape)) + shape[:-2]
+    heads = (host.num_layers, host.num_heads)
+    fits = len(lead) == 2 and all(n in (1, m) for n, m in zip(lead, heads, strict=True))
+    if not fits or len(shapes) != 1 or shape[-1] != (d if is_pair else 2 * d):
+        raise InputError(
+            f"rotations has shape {' and '.join(map(str, shapes))}, but the model needs timm's "
+            f"model.rope.get_embed(shape=grid) [N, {2 * d}] or Hugging Face's pair "
+            f"model.rope_embeddings(pixel_values) of [N, {d}], with leading axes for "
+            f"{host.num_layers} layers and {host.num_heads} heads if these differ"
+        )
+    parts = [np.asarray(part, np.float64) for part in parts]
+    cos, sin = parts if is_pair else (parts[0][..., d:], parts[0][..., :d])
+    # Both channels of a pair have the same sine and cosine, which shows how channels are paired.
+    interleaved = all(np.array_equal(part[..., ::2], part[..., 1::2]) for part in (sin, cos))
+    pairs, firsts = ("interleaved", slice(0, d, 2)) if interleaved else ("halves", slice(d // 2))
+    angles = np.arctan2(sin[..., firsts], cos[..., firsts])
+    angles = angles.reshape(*lead, *angles.shape[-2:]).astype(np.float32)
+    tokens = angles.shape[2]
+    grid = grid or square(tokens)
+    if grid is None or math.prod(grid) != tokens or not _is_even(np.exp(1j * angles), grid):
+        raise InputError(
+            f"grid={grid}: the {tokens} rotations do not turn by equal angles along the rows and "
+            "columns of this grid: pass the rotations of the image tokens alone, row by row, and "
+            "their grid=(rows, cols)"
+        )
+    return RotarySite(grid=grid, **host.sizes(), angles=angles, pairs=pairs)
+
+
+def _is_even(rotations: Complex[np.ndarray, "L h N p"], grid: Grid) -> bool:
+    """Whether e^iθ changes by one factor per row and one per column of the grid, as in 2-D RoPE."""
+    rotations = rotations.reshape(*rotations.shape[:2], *grid, -1)
+    right = rotations[..., 1:, :] * rotations[..., :-1, :].conj()
+    down = rotations[..., 1:, :, :] * rotations[..., :-1, :, :].conj()
+    return all(
+        np.allclose(steps, steps[..., :1, :1, :], rtol=0, atol=ROUNDING) for steps in (right, down)
+    )
+
+
 def _write(host: Host, weights: AttentionWeights, grid: Grid) -> Leaves:
     """Returns new values of the leaves that a scheme's weights change."""
     new = host.write_attention(weights)
     if weights.bias is not None:
-        shape = (host.num_layers, num_offsets(grid), host.num_heads)
+        shape = (host.num_layers, _num_offsets(grid), host.num_heads)
         check_shape("bias", weights.bias, shape)
         for name, biases in zip(host.bias_tables, weights.bias, strict=True):
             new[name] = replace_rows(host.leaves[name], biases, 0)

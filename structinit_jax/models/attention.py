@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import AttentionWeights
-from structinit_jax.errors import InputError
+from structinit_jax.checks import require
 from structinit_jax.models.layers import (
     BASE_INITS,
     RESIDUAL,
@@ -35,8 +35,7 @@ class Attention(nnx.Module):
     def __init__(
         self, width: int, num_heads: int, *, init: LinearInit, dtype: DTypeLike, rngs: nnx.Rngs
     ):
-        if width % num_heads:
-            raise InputError(f"num_heads={num_heads} does not divide the width={width}")
+        require("num_heads", num_heads, f"a divisor of width={width}", lambda n: width % n == 0)
         heads = (num_heads, width // num_heads)
         options = dict(dtype=dtype, rngs=rngs, **init(width))
         self.query = nnx.LinearGeneral(width, heads, **options)

@@ -23,7 +23,7 @@ from structinit_jax.attention_init import (
 )
 from structinit_jax.attention_init.draws import split_by_stack
 from structinit_jax.attention_init.sites import check_shape
-from structinit_jax.checks import PositiveInt, check_scheme
+from structinit_jax.checks import PositiveInt, check_scheme, require
 from structinit_jax.errors import InputError
 from structinit_jax.models.layers import RESIDUAL, Rng, StackedBlock, set_weight
 
@@ -245,14 +245,13 @@ def run_stack(
 def image_sides(image_size: int | Sequence[int]) -> tuple[int, int]:
     """Returns (height, width) of an image size, where a single number is both."""
     sides = (image_size,) * 2 if np.ndim(image_size) == 0 else tuple(image_size)
-    if len(sides) != 2:
-        raise InputError(f"image_size={image_size} must be one number, or (height, width)")
+    require("image_size", image_size, "one number, or (height, width)", lambda _: len(sides) == 2)
     return sides
 
 
 def token_grid(image_size: int | Sequence[int], patch_size: int) -> tuple[int, int]:
     """Returns (rows, cols) of the patches; raises `InputError` if they do not fill the image."""
-    height, width = image_sides(image_size)
-    if height % patch_size or width % patch_size:
-        raise InputError(f"image_size={image_size} is not divisible by patch_size={patch_size}")
-    return height // patch_size, width // patch_size
+    sides = image_sides(image_size)
+    needs = f"a multiple of patch_size={patch_size}"
+    require("image_size", image_size, needs, lambda _: not any(side % patch_size for side in sides))
+    return sides[0] // patch_size, sides[1] // patch_size

@@ -14,7 +14,6 @@ from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import AttentionInit, AttentionWeights, WindowSite
 from structinit_jax.checks import Fraction, PositiveFloat, PositiveInt, checked, require
-from structinit_jax.errors import InputError
 from structinit_jax.models import layers
 from structinit_jax.models.attention import Block
 from structinit_jax.models.layers import BASE_INITS, BaseInit, Rng
@@ -87,15 +86,12 @@ class SwinTransformer(Model):
         attention_init: AttentionInit | None = None,
         rngs: nnx.Rngs,
     ):
-        if len(depths) != len(num_heads):
-            raise InputError(
-                f"depths={depths} and num_heads={num_heads} must have one number for each stage"
-            )
+        needs = f"a number for each stage, like depths={depths}"
+        require("num_heads", num_heads, needs, lambda heads: len(heads) == len(depths))
         self.patch_size = patch_size
         self.grid = tuple(side // patch_size for side in image_sides(image_size))
-        require(
-            "image_size", image_size, f"at least patch_size={patch_size}", lambda _: all(self.grid)
-        )
+        needs = f"at least patch_size={patch_size}"
+        require("image_size", image_size, needs, lambda _: all(self.grid))
         self.depths = tuple(depths)  # a list in the JSON of a config
         self.drop_path = drop_path
         self.base_init = base_init

@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from structinit_jax import config as config_lib
 from structinit_jax.attention_init import AttentionInit
 from structinit_jax.augment import Augment, make_augment
-from structinit_jax.checks import find
+from structinit_jax.checks import find, require
 from structinit_jax.data import datasets
 from structinit_jax.data.crops import RandomCrop
 from structinit_jax.data.loader import Batch, bytes_on_device, make_loader
@@ -125,11 +125,11 @@ def make_mesh(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -
     with prefixed("config."):
         mesh = sharding.make_mesh(config.fsdp, devices)
     divisor = mesh.size * config.accumulate_steps
-    if config.batch_size % divisor:
-        raise InputError(
-            f"config.batch_size={config.batch_size} must be a multiple of {divisor}: the batch is "
-            f"split over {mesh.size} devices and config.accumulate_steps={config.accumulate_steps}"
-        )
+    needs = (
+        f"a multiple of {divisor}: the batch is split over {mesh.size} devices and "
+        f"config.accumulate_steps={config.accumulate_steps}"
+    )
+    require("config.batch_size", config.batch_size, needs, lambda size: size % divisor == 0)
     return mesh
 
 
@@ -241,12 +241,13 @@ def abstract_batch(config: ConfigDict, mesh: Mesh) -> dict[str, jax.ShapeDtypeSt
 
 def make_augmentation(config: ConfigDict, mesh: Mesh) -> Augment:
     """Returns the augmentation of training batches that are sharded over a mesh."""
-    group = config.augment.mix_group
-    if group and config.batch_size % group:
-        raise InputError(
-            f"config.augment.mix_group={group} must divide config.batch_size={config.batch_size}, "
-            "or be 0 to mix within the whole batch"
-        )
+    batch_size = config.batch_size
+    require(
+        "config.augment.mix_group",
+        config.augment.mix_group,
+        f"a divisor of config.batch_size={batch_size}, or 0 to mix within the whole batch",
+        lambda group: group == 0 or batch_size % group == 0,
+    )
     return make_augment(
         config.augment,
         num_classes=config.model.num_classes,

@@ -20,6 +20,7 @@ import numpy as np
 from etils import epath, epy
 from jax.experimental import multihost_utils
 
+from structinit_jax.checks import require
 from structinit_jax.errors import InputError
 from structinit_jax.files import is_url
 from structinit_jax.training import checkpoint_files as files_lib
@@ -178,8 +179,8 @@ def find_step(directory: epath.PathLike, wanted: str | int = "newest") -> int | 
     """
     wanted = str(wanted)
     step = None
-    if wanted not in ("newest", "best") and not wanted.isdecimal():
-        raise InputError(f"step={wanted} must be 'newest', 'best' or the number of a step")
+    needs = "'newest', 'best' or the number of a step"
+    require("step", wanted, needs, lambda x: x in ("newest", "best") or x.isdecimal())
     if jax.process_index() == 0:
         folders = step_folders(directory)
         if wanted.isdecimal():
@@ -194,19 +195,14 @@ def read_run(directory: epath.PathLike, step: int) -> dict[str, Any]:
     return files_lib.read_run(epath.Path(directory) / str(step))
 
 
-def restore(
-    directory: epath.PathLike, step: int, abstract_state: TrainState, *, weights_only: bool = False
-) -> TrainState:
+def restore(directory: epath.PathLike, step: int, abstract_state: TrainState) -> TrainState:
     """Restores a training state with the shapes, types and shardings of an abstract one.
 
-    Parts that are None there are not restored. With `weights_only`, no optimizer state is restored:
-    for evaluation and export. Raises `InputError` if the checkpoint does not fit, and names the
-    first difference, or if it holds the state of another step.
+    Parts that are None there are not restored. Raises `InputError` if the checkpoint does not fit,
+    and names the first difference, or if it holds the state of another step.
     """
     folder = epath.Path(directory) / str(step)
     expected = _parts(abstract_state)
-    if weights_only:
-        del expected["opt_state"]
     with _on_disk(folder) as path, contextlib.closing(_make_handler()) as handler:
         saved = dict(handler.metadata(path).tree)
         _check_fits(folder, saved, expected)
@@ -218,7 +214,7 @@ def restore(
         restored = handler.restore(path, args=args)
     if (found := int(restored["step"])) != step:
         raise InputError(f"checkpoint {folder} holds the state of step {found}: delete the folder")
-    return TrainState(**dict.fromkeys(TrainState._fields) | {"opt_state": {}} | restored)
+    return TrainState(**dict.fromkeys(TrainState._fields) | restored)
 
 
 # -- parts of the format ---------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from structinit_jax.errors import InputError
+from structinit_jax.checks import require
 from structinit_jax.models.layers import StackedBlock
 
 FSDP_AXIS = "fsdp"  # axis of the mesh over which weights are sharded
@@ -34,11 +34,8 @@ def make_mesh(fsdp: int = 1, devices: Sequence[jax.Device] | None = None) -> Mes
     """
     # They are sorted, so that the devices of a process hold one contiguous part of every batch.
     devices = sorted(devices or jax.devices(), key=lambda d: (d.process_index, d.id))
-    if len(devices) % fsdp:
-        raise InputError(
-            f"fsdp={fsdp} does not divide the {len(devices)} devices: choose a number that does, "
-            "or 1 to replicate the weights on every device"
-        )
+    needs = f"a divisor of {len(devices)}, the number of devices; 1 replicates the weights"
+    require("fsdp", fsdp, needs, lambda size: len(devices) % size == 0)
     grid = np.asarray(devices).reshape(-1, fsdp)
     return Mesh(grid, ("data", FSDP_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
 

@@ -13,13 +13,14 @@ import numpy as np
 import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
+from ml_collections import ConfigDict
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from structinit_jax.attention_init import AttentionInit
 from structinit_jax.attention_init.sites import SolveReport
 from structinit_jax.attention_init.solve import reach_warning
-from structinit_jax.errors import InputError, prefixed
+from structinit_jax.errors import InputError, prefixed, printable
 from structinit_jax.models.timm import select_weights
 from structinit_jax.rngs import split_seed
 from structinit_jax.training import sharding
@@ -33,7 +34,7 @@ class TrainState(NamedTuple):
     # The other arrays of the model, in the same form: fixed weights and the running statistics that
     # the forward pass updates. Empty for a ViT.
     model_state: dict[str, Any]
-    opt_state: optax.OptState  # empty in a state that was restored for evaluation
+    opt_state: optax.OptState | None  # None in a state that was restored for evaluation
     # Moving averages of params and model_state, by these names; None if there are none.
     ema: dict[str, Any] | None = None
 
@@ -159,6 +160,22 @@ def initialize_model(model: AbstractModel, scheme: AttentionInit, seed: int) -> 
     weights, report, targets = jax.block_until_ready(program(seed))
     seconds = time.perf_counter() - compiled
     return InitialModel(weights, jax.device_get(report), targets, compiled - start, seconds)
+
+
+def initial_weights(
+    config: ConfigDict, model: AbstractModel, scheme: AttentionInit
+) -> tuple[tuple[dict[str, Any], dict[str, Any]], dict[str, float], dict[str, Any]]:
+    """Returns the weights that a run starts from, with `InitialModel`'s metrics and targets.
+
+    They are those of `config.start_from`, which has neither, or of the scheme.
+    """
+    if config.start_from:
+        weights = initialize_from_file(model, config.seed, config.start_from)
+        print(f"weights selected from {printable(config.start_from)}, without a scheme")
+        return weights, {}, {}
+    initial = initialize_model(model, scheme, config.seed)
+    print(f"attention_init {config.attention_init.name}: {initial}", flush=True)
+    return initial.weights, initial.metrics, initial.targets
 
 
 def initialize_from_file(

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax import files
 from structinit_jax.data.source import digest
-from structinit_jax.errors import InputError, StoppedError, printable
+from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.training import build, checkpoint, distributed, memory, resume, sharding
 from structinit_jax.training import state as state_lib
 from structinit_jax.training import workdir as workdir_lib
@@ -110,15 +110,7 @@ def train(
             print(f"resumed from step {start_step} in {workdir}")
         else:
             print(parameter_overview.get_parameter_overview(model.params, include_stats=False))
-            if config.start_from:
-                weights = state_lib.initialize_from_file(model, config.seed, config.start_from)
-                print(f"weights selected from {printable(config.start_from)}, without a scheme")
-            else:
-                initial = state_lib.initialize_model(model, scheme, config.seed)
-                print(f"attention_init {config.attention_init.name}: {initial}", flush=True)
-                init_metrics = initial.metrics
-                weights = initial.weights
-                del initial
+            weights, init_metrics = state_lib.initial_weights(config, model, scheme)[:2]
             state = state_lib.initialize_state(*weights, optimizer, abstract_state)
             del weights  # The state has taken over their memory.
         if jax.process_index() == 0:
