@@ -9,8 +9,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 Shape = tuple[int, ...]
@@ -68,26 +66,20 @@ def linear(
     """
 
     def encode(*kernels):
-        return _concatenate([k.reshape(math.prod(k.shape[:in_axes]), -1).T for k in kernels])
+        return np.concatenate([k.reshape(math.prod(k.shape[:in_axes]), -1).T for k in kernels])
 
-    def decode(weight, shapes):
-        parts = weight.reshape(len(shapes), -1, weight.shape[-1])
+    def encode_bias(*biases):
+        return np.concatenate([bias.reshape(-1) for bias in biases])
+
+    def decode(tensor, shapes):  # a weight or a bias, which `.T` leaves as it is
+        parts = np.split(tensor, len(shapes))
         return [part.T.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     kernels = tuple(f"{path}/kernel" for path in paths)
     yield Entry(f"{name}.weight", kernels, encode, decode, layer)
-    if not bias:
-        return
-
-    def encode_bias(*biases):
-        return _concatenate([bias.reshape(-1) for bias in biases])
-
-    def decode_bias(bias, shapes):
-        parts = bias.reshape(len(shapes), -1)
-        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-    biases = tuple(f"{path}/bias" for path in paths)
-    yield Entry(f"{name}.bias", biases, encode_bias, decode_bias, layer)
+    if bias:
+        biases = tuple(f"{path}/bias" for path in paths)
+        yield Entry(f"{name}.bias", biases, encode_bias, decode, layer)
 
 
 def conv(name: str, path: str, layer: int | None = None) -> Iterator[Entry]:
@@ -105,8 +97,3 @@ def conv(name: str, path: str, layer: int | None = None) -> Iterator[Entry]:
 
     yield Entry(f"{name}.weight", (f"{path}/kernel",), encode, decode, layer)
     yield same(f"{name}.bias", f"{path}/bias", layer)
-
-
-def _concatenate(arrays):
-    any_jax = any(isinstance(array, jax.Array) for array in arrays)
-    return (jnp if any_jax else np).concatenate(arrays)
