@@ -130,6 +130,31 @@ def test_impulse_mimetic_has_impulses_in_the_first_half_and_similar_tokens_in_th
     assert own[LAYERS // 2 :].min() > 2 * abs(own[: LAYERS // 2]).max()
 
 
+def test_fixed_positions_of_full_rank_are_solved_as_learned_ones_are():
+    positions = np.random.default_rng(0).normal(size=(100, 96)).astype(np.float32)
+    site = make_site(grid=(10, 10), width=96, positions=positions)
+    assert si.impulse()(RNG, site).report.hit_rate > 0.99
+
+
+@pytest.mark.parametrize(
+    ("grid", "scheme"),
+    [((4, 4), si.impulse_mimetic()), ((3, 3), si.impulse(target_mass=0.2))],
+)
+def test_soft_maps_on_few_tokens_peak_on_their_targets(grid, scheme):
+    site = make_site(grid=grid, positions=si.sincos_positions(grid, WIDTH))
+    assert scheme(RNG, site).report.hit_rate > 0.95
+
+
+def test_filters_of_few_rows_are_solved_on_many_tokens(monkeypatch):
+    monkeypatch.setattr(solve, "MAX_ROWS", 16)
+    kernels = np.zeros((2, 9, 9), np.float32)
+    kernels[0, 0, 0] = kernels[1, 8, 0] = 1  # from a few tokens each, not evenly spaced ones
+    grid = (6, 7)
+    site = make_site(grid=grid, positions=si.sincos_positions(grid, WIDTH))
+    weights = si.impulse(filters=kernels)(RNG, site)
+    np.testing.assert_allclose(weights.report.target_mass, 0.3, atol=0.01)
+
+
 def test_given_filters_and_dilated_impulses_are_approached():
     box = si.impulse(filters=np.ones((1, 3, 3), np.float32), target_mass=0.6)(RNG, SITE)
     np.testing.assert_allclose(box.report.target_mass, 0.6, atol=0.01)
@@ -168,6 +193,7 @@ IMPULSE_AND_BOX = np.stack([np.eye(9)[0].reshape(3, 3), np.ones((3, 3))])
         ("kernel_size, dilation or filters", dict(dilation=5)),
         # Uniform attention pays 9 / 35 to the second filter.
         ("target_mass=0.2", dict(filters=IMPULSE_AND_BOX, target_mass=0.2)),
+        ("filters=", dict(filters=1e300 * np.ones((1, 3, 3)))),
         ("target_mass=0.3.* a larger grid", dict(filters=np.ones((1, 15, 15)))),
     ],
 )

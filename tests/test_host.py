@@ -108,6 +108,7 @@ def test_unusable_parameters_are_refused(message):
         ("^num_heads=5 .* 192 channels", dict(num_heads=5)),
         ("^num_heads=None", dict(num_heads=None)),
         ("^grid=", dict(grid=(5, 5))),
+        (r"^grid=\(14, 0\) must be", dict(grid=(14, 0))),
         (r"^AttentionSite\.positions", dict(positions=np.zeros((1, 16, 8), np.float32))),
     ],
 )
@@ -134,7 +135,7 @@ def test_rotary_positions_beside_a_table_are_reported():
         interop.initialize(params, normal_scheme, RNG, num_heads=HEADS)
 
 
-@pytest.mark.parametrize("name", ["ls1.gamma", "gamma_1", "layer_scale1.lambda1"])
+@pytest.mark.parametrize("name", ["ls1.gamma", "gamma_1", "layer_scale1.lambda1", "scale1"])
 def test_a_layer_scale_that_hides_values_is_reported(name):
     params = state_dict("timm") | {f"blocks.0.{name}": 1e-5 * ONES}
     with pytest.warns(UserWarning, match=rf"blocks\.0\.{name} .* LayerScale"):

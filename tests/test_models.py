@@ -96,10 +96,11 @@ def test_images_that_the_model_was_not_built_for_are_refused(family, shape):
         make(family)(jnp.zeros(shape))
 
 
-def test_pixels_that_are_not_normalized_are_refused():
+@pytest.mark.parametrize(("shape", "dtype"), [((1, 8, 8, 1), "uint8"), ((8, 8, 1), "float32")])
+def test_images_that_are_not_normalized_or_no_batch_are_refused(shape, dtype):
     embed = inspect.unwrap(PatchEmbedding.__call__)  # without the type check of the tests
-    with pytest.raises(InputError, match=r"^images .* uint8"):
-        embed(make("vit").patch_embedding, jnp.zeros((1, 8, 8, 1), jnp.uint8))
+    with pytest.raises(InputError, match=rf"^images have type {dtype}"):
+        embed(make("vit").patch_embedding, jnp.zeros(shape, dtype))
 
 
 def test_layer_norms_have_timms_epsilon():

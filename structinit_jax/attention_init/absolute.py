@@ -43,8 +43,10 @@ from structinit_jax.attention_init.targets import FilterArray, assign, filter_ma
 
 # Learned positions that are kept are multiplied by this, as in the 2025 paper.
 POSITION_SCALE = 18.0
-# Learned positions start as noise of full rank. Their closed form is near the solution already, and
-# larger steps lead away from it; sharp maps, softened afterwards, peak in more rows.
+# Learned positions start as noise of full rank, and fixed ones may have a high rank too, unlike
+# sin-cos encodings (53 on 64×64 tokens). Their closed form is near the solution already, and larger
+# steps lead away from it; sharp maps, softened afterwards, peak in more rows.
+MAX_SMOOTH_RANK = 64
 LEARNED_SOLVE = dict(learning_rate=0.005, sharp_mass=0.9, steps=300)
 
 
@@ -68,20 +70,21 @@ def impulse(
     require_above_uniform(target_mass, targets)
     new_positions = trained_positions(site, replace=replace_positions, scale=POSITION_SCALE)
     positions = start_positions(site, new_positions)
-    options = {}
-    if "position_scale" in new_positions:
+    is_learned = "position_scale" in new_positions
+    if is_learned:
         z, basis = learned_row_space(layer_norm(jnp.asarray(positions)))
-        options = LEARNED_SOLVE
     else:
         z, basis = row_space(layer_norm(np.asarray(positions)))
+    options = LEARNED_SOLVE if is_learned or basis.shape[1] > MAX_SMOOTH_RANK else {}
+    qk_scale = float(site.qk_scale)  # A JAX scalar, as also for the mass, cannot be hashed by jit.
     *factors, report = solve(
         start_factors(z, targets, site.head_dim),
         z,
         targets,
-        start_norm(site.head_dim, site.qk_scale, site.width),
+        start_norm(site.head_dim, qk_scale, site.width),
         head_dim=site.head_dim,
-        qk_scale=site.qk_scale,
-        target_mass=float(target_mass),  # jit needs to hash it, which a JAX scalar does not allow
+        qk_scale=qk_scale,
+        target_mass=float(target_mass),
         **options,
     )
     num_impulse = -(-site.num_layers // 2) if half else site.num_layers

@@ -24,9 +24,9 @@ def near_identity(
     """
     width = shape[-1]
     bound = (3 / width) ** 0.5
-    draw = functools.partial(jax.random.uniform, minval=-bound, maxval=bound)
+    draw = functools.partial(jax.random.uniform, dtype="float32", minval=-bound, maxval=bound)
     uniform = draw_flat(draw, rng, (*shape, width))
-    eye = jnp.broadcast_to(jnp.eye(width), uniform.shape)
+    eye = jnp.broadcast_to(jnp.eye(width, dtype=jnp.float32), uniform.shape)
     return noise * uniform + identity * eye
 
 

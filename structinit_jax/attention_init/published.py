@@ -63,7 +63,10 @@ def impulse_2024(
         for rng, name in zip(jax.random.split(input_rng, num_solved), names, strict=True)
     ]
     options = dict(
-        head_dim=site.head_dim, qk_scale=site.qk_scale, max_steps=max_steps, rescale=rescale
+        head_dim=site.head_dim,
+        qk_scale=float(site.qk_scale),
+        max_steps=max_steps,
+        rescale=rescale,
     )
     solve = functools.partial(_solve_2024, **options)
     query, key, reports = jax.vmap(solve)(
@@ -194,7 +197,7 @@ def impulse_2025(
         target_scale,
         target_noise,
         head_dim=site.head_dim,
-        qk_scale=site.qk_scale,
+        qk_scale=float(site.qk_scale),
         norm=query_key_norm,
     )
     warn_if_out_of_reach(report)

@@ -13,7 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init.draws import base_weights
 from structinit_jax.attention_init.near_identity import append_similar_heads, value_and_projection
@@ -23,6 +23,7 @@ from structinit_jax.attention_init.solve import (
     overlap,
     report_on_maps,
     require_above_uniform,
+    rows_with_target,
     warn_if_out_of_reach,
 )
 from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps
@@ -145,7 +146,9 @@ def solve_coefficients(
         angles, target = problem
         cos = jnp.cos(angles)
         sin = jnp.sin(angles)
-        rows = _loss_rows(target)
+        num_tokens = len(target)
+        few = num_tokens <= MAX_ROWS
+        rows = np.arange(num_tokens) if few else rows_with_target(target, MAX_ROWS)
         some = target[rows]
 
         def coefficients(factor, norm):
@@ -180,17 +183,3 @@ def solve_coefficients(
     angles = jnp.broadcast_to(angles, (len(targets), *angles.shape[1:]))
     found, reports = jax.lax.map(solve, (angles, targets))
     return found, jax.tree.map(jnp.mean, reports)
-
-
-def _loss_rows(target: Float[Array, "N N"]) -> Int[Array, " n"]:
-    """Returns the rows of a map that enter its loss, n = min(N, `MAX_ROWS`).
-
-    They are evenly spaced among those with a target, which are few if the neighbor is far away.
-    """
-    num_tokens = len(target)
-    if num_tokens <= MAX_ROWS:
-        return jnp.arange(num_tokens)
-    has_target = target.max(axis=-1) > 0
-    first = jnp.argsort(~has_target, stable=True)  # those with a target come first
-    last = has_target.sum(dtype=jnp.float32) - 1
-    return first[jnp.round(jnp.linspace(0, last, MAX_ROWS)).astype(jnp.int32)]

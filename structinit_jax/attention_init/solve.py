@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from structinit_jax.attention_init.sites import SolveReport, is_concrete
 from structinit_jax.errors import InputError
@@ -21,6 +21,8 @@ from structinit_jax.errors import InputError
 # Maps with less mass on their targets than `sharp_mass` are those of that mass with weaker logits:
 # solved for directly, fewer of their rows would peak on the target.
 SHARP_MASS = 0.2
+# On fewer than 25 tokens, `sharp_mass` is at least this many times uniform attention, up to 0.3.
+SHARP_TOKENS = 5
 SOFTEN_STEPS = 20  # The norm is bisected so often.
 # Below this hit rate or fraction of the wanted mass, a warning says that targets are out of reach.
 MIN_HIT_RATE = 0.75
@@ -29,8 +31,8 @@ MIN_MASS = 0.95
 RANK_TOLERANCE = 1e-4
 # The pseudo-inverse of the start is regularized by this, relative to the strongest direction.
 START_REGULARIZATION = 1e-3
-# All rows of a filter pose the same problem at different places, so on a larger grid an evenly
-# spaced subset of so many rows determines the solution.
+# All rows of a filter pose the same problem at different places, so on a larger grid a subset of so
+# many rows determines the solution.
 MAX_ROWS = 1024
 # Adam needs about as many evaluations of the loss as L-BFGS with a line search, and compiles in a
 # third of the time.
@@ -134,11 +136,14 @@ def solve(
     # In a traced caller these are constants, and XLA would evaluate all that depends on them alone,
     # such as the row maxima of the targets, at compile time, which is far slower.
     start, z, targets = jax.lax.optimization_barrier((start, z, targets))
+    sharp_mass = max(sharp_mass, min(0.3, SHARP_TOKENS / len(z)))
     queries = z
+    axes = "nr"
     if len(z) > MAX_ROWS:
-        rows = np.linspace(0, len(z) - 1, MAX_ROWS).round().astype(int)
+        rows = jax.vmap(lambda target: rows_with_target(target, MAX_ROWS))(targets)
         queries = z[rows]
-        targets = targets[:, rows]
+        axes = "fnr"
+        targets = jnp.take_along_axis(targets, rows[..., None], axis=1)
 
     def at_norm(factor, norm):
         length = jnp.sqrt(jnp.sum(factor**2, axis=(1, 2), keepdims=True))
@@ -146,7 +151,7 @@ def solve(
 
     def maps(factors, norm):
         query, key = (at_norm(factor, norm) for factor in factors)
-        query = jnp.einsum("nr,frk->fnk", queries, query) * qk_scale
+        query = jnp.einsum(f"{axes},frk->fnk", queries, query) * qk_scale
         key = jnp.einsum("mr,frk->fmk", z, key)
         return jax.nn.softmax(jnp.einsum("fnk,fmk->fnm", query, key), axis=-1)
 
@@ -175,6 +180,17 @@ def solve(
     found = maps(factors, norm)
     report = report_on_maps(targets, found, norm=norm.mean(), wanted_mass=target_mass or 0.0)
     return at_norm(factors[0], norm), at_norm(factors[1], norm), report
+
+
+def rows_with_target(target: Float[Array, "N N"], count: int) -> Int[Array, " count"]:
+    """Returns rows of a map, evenly spaced among those with a target.
+
+    These are few if the neighbor is far away; rows are then repeated.
+    """
+    has_target = target.max(axis=-1) > 0
+    first = jnp.argsort(~has_target, stable=True)  # those with a target come first
+    last = has_target.sum(dtype=jnp.float32) - 1
+    return first[jnp.round(jnp.linspace(0, last, count)).astype(jnp.int32)]
 
 
 def require_above_uniform(target_mass: float, targets: Float[np.ndarray, "F N N"]) -> None:
@@ -293,8 +309,8 @@ def reach_warning(report: SolveReport) -> str | None:
     else:
         return None
     return (
-        f"{found}: use fewer heads (so that each has more channels), a smaller kernel or target "
-        "mass, or for impulse_2025 a new model with learned positions"
+        f"{found}: use fewer heads (so that each has more channels), a smaller kernel, or for "
+        "impulse_2025 a new model with learned positions"
     )
 
 

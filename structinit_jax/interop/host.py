@@ -40,7 +40,7 @@ _REFUSED = {  # by the names of their parameters
     re.compile(r"(?:.*\.)?att\w*\.(?:.*\.)?logit_scale"): "the cosine attention of SwinV2",
     re.compile(r"(?:.*\.)?attn_grid\..*"): "the grid attention of MaxViT",
 }
-_LAYER_SCALE = r"(?:.*\.)?(?:ls_?1|layer_?scale_?1)\.\w+|(?:.*\.)?(?:gamma|lambda)_?1"
+_LAYER_SCALE = r"(?:.*\.)?((ls_?1|layer_?scale_?1)\.\w+|(gamma|lambda)_?1|scale1)"
 _NORMS = re.compile(r"(?i:[^.]*(?:norm|ln)[^.]*)|0\.norm|1\.net\.0")  # the last two: vit-pytorch
 
 

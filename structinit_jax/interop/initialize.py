@@ -17,8 +17,8 @@ from structinit_jax.attention_init import (
     WindowSite,
 )
 from structinit_jax.attention_init.draws import split_by_stack
-from structinit_jax.attention_init.sites import AttentionStack, check_shape
-from structinit_jax.checks import check_scheme
+from structinit_jax.attention_init.sites import GRID, AttentionStack, check_shape
+from structinit_jax.checks import check_scheme, require
 from structinit_jax.errors import InputError
 from structinit_jax.interop.arrays import as_array, check_array, like, replace_rows
 from structinit_jax.interop.host import Grid, Host, find_hosts, square
@@ -74,6 +74,8 @@ def initialize(
       InputError: An argument is missing, or the model does not fit the scheme.
     """
     check_scheme(attention_init)
+    if grid is not None:
+        require("grid", grid, *GRID)
     leaves, rebuild = flatten(params)
     hosts = find_hosts(leaves, num_heads)
     sites = []

@@ -218,10 +218,10 @@ class BatchNorm(nnx.Module):
     epsilon = 1e-5
 
     def __init__(self, width: int):
-        self.scale = nnx.Param(jnp.ones(width))
-        self.bias = nnx.Param(jnp.zeros(width))
-        self.mean = nnx.BatchStat(jnp.zeros(width))
-        self.variance = nnx.BatchStat(jnp.ones(width))
+        self.scale = nnx.Param(jnp.ones(width, jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(width, jnp.float32))
+        self.mean = nnx.BatchStat(jnp.zeros(width, jnp.float32))
+        self.variance = nnx.BatchStat(jnp.ones(width, jnp.float32))
 
     def __call__(
         self, x: Float[Array, "B rows cols D"], *, training: bool

@@ -119,20 +119,19 @@ class PatchEmbedding(nnx.Module):
 
         Raises `InputError` for integers, other channels, or another grid if that is given.
         """
-        p, _, model_channels, _ = self.kernel.shape
-        batch, height, width, channels = images.shape
-        rows, cols = grid or (height // p, width // p)
+        p, _, channels, _ = self.kernel.shape
+        rows, cols = grid or (side // p for side in images.shape[1:3])
         # The product would broadcast a single channel of the kernel, and positions fit any grid
         # with as many tokens. Integers are pixels that were not normalized.
-        shape = (rows * p, cols * p, model_channels)
-        is_float = jnp.issubdtype(images.dtype, jnp.floating)
-        if (height, width, channels) != shape or not is_float:
+        shape = (rows * p, cols * p, channels)
+        if images.shape[1:] != shape or not jnp.issubdtype(images.dtype, jnp.floating):
             raise InputError(
                 f"images have type {images.dtype} and shape {images.shape}, but the model needs "
                 f"normalized ones, floating-point with shape (B, {', '.join(map(str, shape))})"
             )
         # A batch that is split over an explicit mesh needs these two steps instead of one.
-        patches = images.reshape(batch, rows, p, width, channels)
+        batch = len(images)
+        patches = images.reshape(batch, rows, p, cols * p, channels)
         patches = patches.reshape(batch, rows, p, cols, p, channels)
         kernel = self.kernel[...].astype(self.dtype)
         bias = self.bias[...].astype(self.dtype)

@@ -82,8 +82,9 @@ class MlpMixer(Model):
         if base_init == "timm":
             head_init = dict(kernel_init=nnx.initializers.zeros)
             kernel = self.patch_embedding.kernel
-            kernel[...] = nnx.initializers.lecun_normal()(rngs.params(), kernel.shape)
-            self.patch_embedding.bias[...] = jnp.zeros(width)
+            init = nnx.initializers.lecun_normal(dtype=jnp.float32)
+            kernel[...] = init(rngs.params(), kernel.shape)
+            self.patch_embedding.bias[...] = jnp.zeros(width, jnp.float32)
         self.blocks = make_stack(
             MixerBlock,
             depth,
@@ -112,7 +113,8 @@ class MlpMixer(Model):
         The intermediates are 'patch_embedding' [B, N, D]; 'blocks' with 'token_mixing', 'mlp',
         'output' [L, B, N, D]; 'pooled' [B, D] after the norm.
         """
-        patches = self.patch_embedding(images, self.grid).reshape(images.shape[0], -1, self.width)
+        patches = self.patch_embedding(images, self.grid)
+        patches = patches.reshape(len(images), self.grid[0] * self.grid[1], self.width)
         rates = np.full(self.depth, self.drop_path, np.float32)
         x, blocks = run_stack(
             self.blocks, patches, remat=self.remat, drop_path_rates=rates, rng=rng

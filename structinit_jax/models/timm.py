@@ -16,7 +16,7 @@ from flax import nnx, traverse_util
 from structinit_jax.attention_init import sincos_positions
 from structinit_jax.errors import InputError
 from structinit_jax.interop.arrays import as_array, check_array, like
-from structinit_jax.interop.layouts import unwrapped
+from structinit_jax.interop.layouts import refuse_torch_module, unwrapped
 from structinit_jax.models.convmixer import ConvMixer
 from structinit_jax.models.entries import Entry, conv, linear, norm, same
 from structinit_jax.models.mixer import MlpMixer
@@ -89,6 +89,7 @@ def from_timm(model: nnx.Module, state_dict: StateDict) -> None:
 
 def _read_names(state_dict: StateDict) -> dict[str, Any]:
     """Returns the weights by timm's names, without buffers and the prefixes of wrappers."""
+    refuse_torch_module("state_dict", state_dict)
     return {unwrapped(k): as_array(v) for k, v in state_dict.items() if not k.endswith(BUFFERS)}
 
 

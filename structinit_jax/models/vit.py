@@ -167,7 +167,8 @@ class VisionTransformer(Model):
         with the class token, if there is one, in front; 'blocks' with 'attention', 'mlp', 'output'
         [L, B, T, D] and 'attention_maps' [L, B, h, T, T]; 'pooled' [B, D], after the norm.
         """
-        patches = self.patch_embedding(images, self.grid).reshape(images.shape[0], -1, self.width)
+        patches = self.patch_embedding(images, self.grid)
+        patches = patches.reshape(len(images), self.grid[0] * self.grid[1], self.width)
         embedded = self._add_class_token_and_positions(patches)
         rates = np.linspace(0, self.drop_path, self.depth, dtype=np.float32)
         options = dict(with_maps=with_maps, angles=self._angles())
