@@ -16,7 +16,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from structinit_jax.attention_init.sites import SolveReport, is_concrete
-from structinit_jax.errors import InputError
+from structinit_jax.checks import require
 
 # Maps with less mass on their targets than `sharp_mass` are those of that mass with weaker logits:
 # solved for directly, fewer of their rows would peak on the target.
@@ -197,12 +197,10 @@ def require_above_uniform(target_mass: float, targets: Float[np.ndarray, "F N N"
     """Raises `InputError` for a target mass that uniform attention to a target exceeds."""
     rows = (targets.max(axis=-1) > 0).sum(axis=-1)
     uniform = float((np.minimum(targets, 1 / targets.shape[-1]).sum(axis=(1, 2)) / rows).max())
-    if target_mass <= uniform:
-        larger = "target_mass" if uniform < 0.99 else "grid, or filters with fewer taps"
-        raise InputError(
-            f"target_mass={target_mass:.3g}, but uniform attention has {uniform:.3g} on these "
-            f"targets: pass a larger {larger}"
-        )
+    needs = f"above {uniform:.3g}, that of uniform attention on these targets"
+    if uniform > 0.99:
+        needs += ": pass a larger grid, or filters with fewer taps"
+    require("target_mass", target_mass, needs, lambda mass: mass > uniform)
 
 
 def minimize(

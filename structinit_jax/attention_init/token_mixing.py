@@ -47,7 +47,6 @@ from structinit_jax.attention_init.targets import (
     impulse_kernels,
 )
 from structinit_jax.checks import require
-from structinit_jax.errors import InputError
 
 CORRELATION = 0.9  # The exact value hardly matters.
 
@@ -129,11 +128,8 @@ def conv_impulse(rng: PRNGKeyArray, site: ConvSite, *, filters: FilterArray | No
     size = site.kernel_size
     bank = impulse_kernels(size) if filters is None else filters
     bank = np.asarray(bank, np.float32)
-    if bank.shape[1:] != (size, size):
-        raise InputError(
-            f"filters has shape {bank.shape}: a ConvSite with kernel_size={size} needs kernels "
-            f"[F, {size}, {size}]"
-        )
+    needs = f"[F, {size}, {size}] for a ConvSite with kernel_size={size}"
+    require("filters.shape", bank.shape, needs, lambda shape: shape[1:] == (size, size))
     filter_index = assign(rng, (site.num_layers, site.width), len(bank))
     return ConvWeights(jnp.moveaxis(jnp.asarray(bank)[filter_index], 1, -1))
 

@@ -96,9 +96,11 @@ class Host:
         if self.bias_tables:
             name = self.bias_tables[0]
             shown = self.leaves[name].shape[1]
-        if None not in (num_heads, shown) and num_heads != shown:
-            raise InputError(f"num_heads={num_heads}, but {name} has {shown} heads: leave it out")
-        self.num_heads = num_heads if shown is None else shown
+        self.num_heads = num_heads
+        if shown is not None:
+            needs = f"left out, since {name} shows {shown} heads"
+            require("num_heads", num_heads, needs, lambda number: number in (None, shown))
+            self.num_heads = shown
         if layout.torch:
             self.width, inner = shape[:2]
             needs = f"the number of heads, which share the {inner} channels of {out}"

@@ -81,9 +81,9 @@ def initialize(
     sites = []
     for host in hosts:  # In a comprehension, warnings would not show the caller's line.
         sites.append(_find_site(host, grid, as_array(positions), rotations))
-    if grid is not None and all(site.grid != grid for site in sites):
-        windows = ", ".join(str(site.grid) for site in sites)
-        raise InputError(f"grid={grid} is none of the windows {windows}: leave it out")
+    if grid is not None:
+        grids = [site.grid for site in sites]
+        require("grid", grid, f"one of the windows {grids}, or left out", grids.__contains__)
     rngs = split_by_stack(rng, len(hosts))
     for host, site, site_rng in zip(hosts, sites, rngs, strict=True):
         for name, new in _write(host, attention_init(site_rng, site), site.grid).items():
