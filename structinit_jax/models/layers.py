@@ -130,7 +130,7 @@ class PatchEmbedding(nnx.Module):
                 f"normalized ones, floating-point with shape (B, {', '.join(map(str, shape))})"
             )
         # A batch that is split over an explicit mesh needs these two steps instead of one.
-        batch = len(images)
+        batch = images.shape[0]
         patches = images.reshape(batch, rows, p, cols * p, channels)
         patches = patches.reshape(batch, rows, p, cols, p, channels)
         kernel = self.kernel[...].astype(self.dtype)

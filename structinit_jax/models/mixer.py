@@ -114,7 +114,7 @@ class MlpMixer(Model):
         'output' [L, B, N, D]; 'pooled' [B, D] after the norm.
         """
         patches = self.patch_embedding(images, self.grid)
-        patches = patches.reshape(len(images), self.grid[0] * self.grid[1], self.width)
+        patches = patches.reshape(images.shape[0], self.grid[0] * self.grid[1], self.width)
         rates = np.full(self.depth, self.drop_path, np.float32)
         x, blocks = run_stack(
             self.blocks, patches, remat=self.remat, drop_path_rates=rates, rng=rng

@@ -168,7 +168,7 @@ class VisionTransformer(Model):
         [L, B, T, D] and 'attention_maps' [L, B, h, T, T]; 'pooled' [B, D], after the norm.
         """
         patches = self.patch_embedding(images, self.grid)
-        patches = patches.reshape(len(images), self.grid[0] * self.grid[1], self.width)
+        patches = patches.reshape(images.shape[0], self.grid[0] * self.grid[1], self.width)
         embedded = self._add_class_token_and_positions(patches)
         rates = np.linspace(0, self.drop_path, self.depth, dtype=np.float32)
         options = dict(with_maps=with_maps, angles=self._angles())
