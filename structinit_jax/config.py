@@ -141,10 +141,11 @@ def validate(config: ConfigDict) -> None:
     Scheme, loss and optimizer, which only training needs, are checked by `training.build`.
     """
     data = config.data
-    run = {k: value for k, value in config.items() if not isinstance(value, ConfigDict)}
-    check_fields(RunFields, run, "config.")
-    check_fields(DataFields, dict(data), "config.data.")
-    check_fields(AugmentConfig, dict(config.augment), "config.augment.")
+    sections = ("data", "augment", "model", "attention_init")
+    run = {field: value for field, value in config.items() if field not in sections}
+    _check_section(RunFields, run, "config.")
+    _check_section(DataFields, dict(data), "config.data.")
+    _check_section(AugmentConfig, dict(config.augment), "config.augment.")
     with prefixed("config.model."):
         models.check_fields(dict(config.model))
     for field in ("mean", "std"):
@@ -158,6 +159,15 @@ def validate(config: ConfigDict) -> None:
         needs = f"below config.num_epochs={config.num_epochs}, which includes them"
         cooldown = config.cooldown_epochs
         require("config.cooldown_epochs", cooldown, needs, lambda x: x < config.num_epochs)
+
+
+def _check_section(owner: type, values: dict[str, Any], prefix: str) -> None:
+    check_fields(owner, values, prefix)
+    for field in _defaults(owner).keys() - values.keys():
+        raise InputError(
+            f"{prefix}{field} is missing: set fields of a section with update(), which keeps the "
+            "others"
+        )
 
 
 # -- the scheme ------------------------------------------------------------------------------------
@@ -308,6 +318,8 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
                 option: tuple(value) if isinstance(value, list) else value
                 for option, value in fields.attention_init.items()
             }
+            if is_reference(config.model.name):  # Its required arguments have no default.
+                config.model = dict(fields.model) | dict(config.model)
             known = flatten_dict(config.to_dict(), sep=".")
             config.update_from_flattened_dict({k: v for k, v in values.items() if k in known})
     except (ValueError, AttributeError, TypeError, RecursionError) as error:

@@ -1,6 +1,7 @@
 """What all schemes have in common, and how `impulse` and the others check and pass on options."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -72,9 +73,12 @@ def test_every_scheme_has_the_documented_shapes_and_can_be_traced(name, site_typ
     if (index := getattr(eager, "filter_index", None)) is not None:
         assert eager.targets.shape[1:] == (site.num_tokens,) * 2
         assert index.max() < len(eager.targets)
-    jitted = jax.jit(lambda rng: scheme(rng, site))(RNG)
+    jitted = jax.jit(lambda rng: scheme(rng, site))
+    # Devices that decompose batches of matrices at the same time may wait for each other forever.
+    batched = r"(@lapack|cholesky|triangular_solve).*tensor<\d+x\d+x\d+x"
+    assert not re.search(batched, jitted.lower(RNG).as_text())
     tolerance = TOLERANCES.get(name, 1e-4)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance), eager, jitted)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance), eager, jitted(RNG))
 
 
 @pytest.mark.parametrize(("name", "site_type"), UNSUPPORTED)

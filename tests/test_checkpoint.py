@@ -334,6 +334,6 @@ def test_random_keys_in_the_state_are_restored(tmp_path):
     with opened(tmp_path) as checkpoints:
         save(checkpoints, 4, state)
     restored = checkpoint.restore(tmp_path, 4, abstract(state))
-    assert jax.random.normal(restored.opt_state["rng"]) == jax.random.normal(jax.random.key(7))
+    assert restored.opt_state["rng"] == jax.random.key(7)
     weights = checkpoint.restore(tmp_path, 4, abstract(state)._replace(opt_state=None))
     np.testing.assert_array_equal(weights.params["kernel"], state.params["kernel"])

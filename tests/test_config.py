@@ -6,6 +6,7 @@ import pytest
 from structinit_jax import config as config_lib
 from structinit_jax.errors import InputError
 from structinit_jax.models import VisionTransformer
+from structinit_jax.models.model import Model
 
 
 def changed(field, value):
@@ -42,6 +43,17 @@ def test_bad_values_are_refused_by_field_and_value(field, value):
     assert f"{name}={value!r} must be " in str(caught.value)
 
 
+def test_sections_are_neither_added_nor_replaced():
+    config = config_lib.base_config()
+    config.augmentation = dict(flip=0.5)
+    with pytest.raises(InputError, match=r"^config\.augmentation does not exist"):
+        config_lib.validate(config)
+    config = config_lib.base_config()
+    config.data = dict(name="digits")
+    with pytest.raises(InputError, match=r"^config\.data\.\w+ is missing: .*update"):
+        config_lib.validate(config)
+
+
 @pytest.mark.parametrize("options", [dict(kernel_size=4), dict(target_mass=1.0), dict(norm=1.0)])
 def test_mistaken_options_of_a_scheme_name_the_section(options):
     config = changed("seed", 0)
@@ -61,6 +73,12 @@ def test_a_new_scheme_keeps_the_options_that_it_takes(former, capsys):
 
 def my_scheme(strength=1.0):
     return lambda rng, site: strength
+
+
+class Required(Model):
+    """A model of a user's own with an argument that has no default."""
+
+    def __init__(self, *, channels, num_classes, depth=2, rngs): ...
 
 
 class Extended(VisionTransformer):
@@ -171,6 +189,16 @@ def test_a_run_of_an_earlier_version_is_read_without_the_fields_that_are_gone(tm
     (tmp_path / "config.json").write_text(json.dumps(old))
     assert config_lib.load_run_config(tmp_path).to_dict() == config.to_dict()
     assert r"model.dropout=0.0, num_workers\x1b=8" in capsys.readouterr().out
+
+
+def test_required_arguments_of_a_model_of_the_users_own_are_read(tmp_path, capsys):
+    config = config_lib.base_config(f"{__name__}:Required")
+    config.model.num_classes = 3
+    config.model.depth = 5
+    (tmp_path / "config.json").write_text(config.to_json())
+    read = config_lib.load_run_config(tmp_path, trust=True)
+    assert (read.model.num_classes, read.model.depth) == (3, 5)
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

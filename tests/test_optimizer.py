@@ -141,7 +141,7 @@ def test_an_optimizer_of_optax_sees_one_layer_at_a_time(name, library_promotion)
     def draw(seed):
         rng = np.random.default_rng(seed)
         blocks = {"kernel": (2, 128, 130), "bias": (2, 130), "out": {"kernel": (2, 2, 65, 128)}}
-        sizes = {"head": (130, 10), "stage1": {"norm": (5,), "blocks": blocks}}
+        sizes = {"heads": {0: (130, 10)}, "stage1": {"norm": (5,), "blocks": blocks}}
         return jax.tree.map(
             lambda size: rng.standard_normal(size, np.float32),
             sizes,

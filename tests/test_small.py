@@ -80,7 +80,11 @@ def test_files_that_are_not_downloaded_or_not_the_originals_are_named(files, tmp
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with pytest.raises(InputError, match=r"fashion_mnist: .*refused.*data_dir"):
         open_dataset("fashion_mnist", tmp_path / "data")
-    (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(b"another"))
+    labels = folder / "t10k-labels-idx1-ubyte.gz"
+    labels.write_bytes(labels.read_bytes()[:-5])
+    with pytest.raises(InputError, match=r"t10k-labels.*gz is not the original file"):
+        open_dataset("fashion_mnist", folder)
+    labels.write_bytes(gzip.compress(b"another"))
     monkeypatch.setattr(small, "URL", folder.as_uri())
     data_dir = tmp_path / "data"
     for place in (folder, data_dir):  # such as MNIST, or a proxy's page

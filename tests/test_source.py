@@ -48,7 +48,7 @@ def test_splits_are_tfds(spec):
 
 
 @pytest.mark.parametrize(
-    "spec", ["trian", "train[:58]", "train[", "", "train[90%:10%]", "train[:1shard]"]
+    "spec", ["trian", "train[:58]", "train[", "", "train[90%:10%]", "train[:1shard]", "train[:_]"]
 )
 def test_bad_splits_are_refused_by_name(spec):
     with pytest.raises(InputError, match=r"^split='.* 'train' \(57\), 'test'"):

@@ -15,6 +15,7 @@ from structinit_jax.analysis import measures
 from structinit_jax.attention_init import ConvSite, TokenMixingSite
 from structinit_jax.attention_init.sites import AttentionStack
 from structinit_jax.augment import normalize
+from structinit_jax.checks import require
 from structinit_jax.config import make_attention_init
 from structinit_jax.data.loader import decode_all
 from structinit_jax.errors import InputError
@@ -53,6 +54,7 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
     data = config.data
     source = build.open_split(config, build.open_data(config), "train_split")
     whole = min(count, len(source)) // BATCH_SIZE * BATCH_SIZE
+    require("number of images", len(source), f"{BATCH_SIZE} or more", lambda _: whole)
     return decode_all(source.evenly_spaced(whole), data.image_size, data.crop_fraction)[0]
 
 

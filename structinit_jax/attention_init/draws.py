@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,9 +44,19 @@ def trunc_normal(
     return std * jax.random.truncated_normal(rng, -2 / std, 2 / std, shape, dtype)
 
 
+def map_matrices(function: Callable[[Array], Any], matrices: Float[Array, "*batch m n"]) -> Any:
+    """Applies a function, such as a decomposition, to each matrix of a batch, one after another.
+
+    On CPUs, batches that several programs or devices decompose at the same time wait for each
+    other's threads, without end or for long.
+    """
+    found = jax.lax.map(function, matrices.reshape(-1, *matrices.shape[-2:]))
+    return jax.tree.map(lambda x: x.reshape(*matrices.shape[:-2], *x.shape[1:]), found)
+
+
 def random_rotations(rng: PRNGKeyArray, shape: tuple[int, ...]) -> Float[Array, "*batch m n"]:
     """Draws matrices with orthonormal columns (m ≥ n), by which heads with equal maps differ."""
-    return jnp.linalg.qr(draw_flat(jax.random.normal, rng, shape))[0]
+    return map_matrices(lambda x: jnp.linalg.qr(x)[0], draw_flat(jax.random.normal, rng, shape))
 
 
 # -- the base initialization -----------------------------------------------------------------------

@@ -10,7 +10,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from structinit_jax.attention_init.draws import draw_flat, permutations, random_rotations
+from structinit_jax.attention_init.draws import (
+    draw_flat,
+    map_matrices,
+    permutations,
+    random_rotations,
+)
 from structinit_jax.attention_init.sites import AttentionStack, AttentionWeights
 from structinit_jax.checks import require
 
@@ -73,12 +78,7 @@ def split_product(
     product: Float[Array, "*batch D D"], rank: int
 ) -> tuple[Float[Array, "*batch D k"], Float[Array, "*batch D k"]]:
     """Returns A, B with A Bᵀ closest to the product, singular values split evenly."""
-    # They are decomposed one by one: on CPUs, batches that several programs or devices decompose at
-    # the same time wait for each other's threads, without end or for long.
-    matrices = product.reshape(-1, *product.shape[-2:])
-    u, s, vt = (
-        x.reshape(*product.shape[:-2], *x.shape[1:]) for x in jax.lax.map(jnp.linalg.svd, matrices)
-    )
+    u, s, vt = map_matrices(jnp.linalg.svd, product)
     root = jnp.sqrt(s[..., None, :rank])
     return u[..., :rank] * root, jnp.swapaxes(vt, -1, -2)[..., :rank] * root
 
@@ -109,10 +109,14 @@ def append_similar_heads(
     def iterate(_, w):
         w = a @ (jnp.swapaxes(a, -1, -2) @ w)
         # A QR decomposition of this shape takes a hundred times as long on CPUs as Cholesky's.
-        lower = jnp.linalg.cholesky(jnp.swapaxes(w, -1, -2) @ w)
-        identity = jnp.broadcast_to(jnp.eye(sizes.head_dim), lower.shape)
-        inverse = jax.lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True)
+        inverse = map_matrices(invert_factor, jnp.swapaxes(w, -1, -2) @ w)
         return w @ jnp.swapaxes(inverse, -1, -2)
+
+    def invert_factor(gram):
+        lower = jnp.linalg.cholesky(gram)
+        return jax.lax.linalg.triangular_solve(
+            lower, jnp.eye(len(gram)), left_side=True, lower=True
+        )
 
     if sizes.head_dim < sizes.width:
         start = draw_flat(jax.random.normal, start_rng, (*heads, sizes.head_dim))

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from structinit_jax.attention_init.draws import map_matrices
 from structinit_jax.attention_init.sites import SolveReport, is_concrete
 from structinit_jax.checks import require
 
@@ -94,7 +95,7 @@ def start_factors(
     nothing = (product == 0).all(axis=(1, 2), keepdims=True)
     product = xp.where(nothing, xp.eye(z.shape[1], dtype=z.dtype)[None], product)
     rank = min(head_dim, z.shape[1])
-    u, s, vt = xp.linalg.svd(product)
+    u, s, vt = np.linalg.svd(product) if xp is np else map_matrices(jnp.linalg.svd, product)
     root = xp.sqrt(s[:, None, :rank])
     return u[..., :rank] * root, xp.swapaxes(vt, -1, -2)[..., :rank] * root
 

@@ -15,7 +15,14 @@ from structinit_jax.training.metrics import read_metrics
 GRID = "compare.json"
 ERROR = "error.txt"  # of a run that failed: why, in one line
 # Fields that change the results by rounding at most; data have digests of their contents.
-HARMLESS = ("checkpoint_every_steps", "keep_checkpoints", "fsdp", "data.data_dir", "model.remat")
+HARMLESS = (
+    "checkpoint_every_steps",
+    "keep_checkpoints",
+    "log_every_steps",
+    "fsdp",
+    "data.data_dir",
+    "model.remat",
+)
 
 
 def matters(field: str) -> bool:

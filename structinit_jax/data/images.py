@@ -133,12 +133,12 @@ class StoredImage:
             return None
         try:
             height, width, space, _ = simplejpeg.decode_jpeg_header(self._data)
-            frame, has_exif = _find_frame(self._data)
+            frame, exif = _find_frame(self._data)
         except (ValueError, IndexError):  # Pillow reads it, or says what is wrong
             return None
         if space not in JPEG_SPACES:  # CMYK
             return None
-        orientation = _orientation(Image.open(io.BytesIO(self._data))) if has_exif else 1
+        orientation = _orientation(functools.partial(_parse_exif, exif)) if exif else 1
         is_truncated = self._data.rfind(END_OF_IMAGE, frame) < 0
         return JpegHeader(
             height, width, JPEG_SPACES[space], orientation, frame=0 if is_truncated else frame
@@ -158,7 +158,7 @@ class StoredImage:
         is_array = isinstance(self._data, np.ndarray)
         image = to_pillow(self._data) if is_array else Image.open(io.BytesIO(self._data))
         image.load()  # Pillow turns a TIFF here and removes its orientation.
-        orientation = _orientation(image)
+        orientation = _orientation(image.getexif)
         if image.mode.startswith("I;16"):  # Pillow itself clips at 255
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         elif image.mode in ("I", "F"):
@@ -181,20 +181,29 @@ def from_pillow(image: Image.Image, channels: int) -> np.ndarray:
 
 
 def _find_frame(jpeg):
-    """Returns the offset of the frame header of a JPEG, and whether Exif data precede it."""
-    has_exif = False
+    """Returns the offset of the frame header of a JPEG, and the Exif data before it, or b''."""
+    exif = b""
     at = 2
     while jpeg[at + 1] not in FRAMES:
-        has_exif |= jpeg[at + 4 : at + 10] == b"Exif\0\0"
         # 255 again is padding.
-        at += 1 if jpeg[at + 1] == 255 else 2 + int.from_bytes(jpeg[at + 2 : at + 4], "big")
-    return at, has_exif
+        end = at + 1 if jpeg[at + 1] == 255 else at + 2 + int.from_bytes(jpeg[at + 2 : at + 4])
+        if jpeg[at + 4 : at + 10] == b"Exif\0\0":
+            exif = jpeg[at + 4 : end]
+        at = end
+    return at, exif
 
 
-def _orientation(image):
-    """Returns the EXIF orientation of an image; 1 is upright."""
+def _parse_exif(exif):
+    """Parses Exif data as Pillow does, which opens no JPEG of more than 179 million pixels."""
+    tags = Image.Exif()
+    tags.load(exif)
+    return tags
+
+
+def _orientation(read_exif):
+    """Returns the orientation that Exif tags give; 1 is upright."""
     try:
-        return image.getexif().get(ExifTags.Base.Orientation, 1)
+        return read_exif().get(ExifTags.Base.Orientation, 1)
     except Exception:  # damaged tags
         return 1
 

@@ -26,7 +26,7 @@ READ_BLOCK = 256  # examples
 MAX_THREADS = 16  # for decoding; more would only wait for the interpreter lock
 SMALL_SET = 2**25  # bytes, which `digest` reads in a tenth of a second
 MAX_DIGESTED = 1000  # images of a larger set, which `digest` reads
-SPLIT = re.compile(r"([\w-]+)(?:\[(-?[\d_]+%?)?:(-?[\d_]+%?)?\])?")  # 'train[10%:]'
+SPLIT = re.compile(r"([\w-]+)(?:\[(-?\d[\d_]*%?)?:(-?\d[\d_]*%?)?\])?")  # 'train[10%:]'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +226,8 @@ class Dataset:
             counts = f"{len(problems):,} bad images of {len(source):,}"
             shown = problems[:10] + (["…"] if len(problems) > 10 else [])
             print(f"{source.name}: left out {counts}:", *shown, sep="\n  ", flush=True)
+        if not len(good):
+            raise InputError(f"{source.name} has no image that can be decoded")
         return good
 
 

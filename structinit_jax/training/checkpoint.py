@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from etils import epath, epy
 from jax.experimental import multihost_utils
@@ -212,6 +213,7 @@ def restore(directory: epath.PathLike, step: int, abstract_state: TrainState) ->
             partial_restore=True,  # `expected` may lack parts
         )
         restored = handler.restore(path, args=args)
+    restored = jax.tree.map(_as_key_if, restored, {part: expected[part] for part in restored})
     if (found := int(restored["step"])) != step:
         raise InputError(f"checkpoint {folder} holds the state of step {found}: delete the folder")
     return TrainState(**dict.fromkeys(TrainState._fields) | restored)
@@ -244,6 +246,14 @@ def _on_disk(folder: epath.Path) -> Iterator[Path]:
         names = files_lib.read_indexes(folder, files_lib.read_run(folder))
         files_lib.copy(names, folder, epath.Path(copy))
         yield Path(copy) / STATE
+
+
+def _as_key_if(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns a random key, of which Orbax restores the numbers, where `like` is one."""
+    if not jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return array
+    impl = jax.random.key_impl(jnp.zeros((), like.dtype))
+    return jax.random.wrap_key_data(array, impl=impl)
 
 
 def _parts(state: TrainState) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def by_layer(
 
     def change(function, tree, path=()):
         """Applies a function to the stacks in a tree of parameters."""
-        if "/".join(path) in stacks:
+        if "/".join(map(str, path)) in stacks:
             return function(tree)
         if not isinstance(tree, Mapping):
             return tree

@@ -93,7 +93,8 @@ def changes(old: Mapping[str, Any], config: ConfigDict) -> dict[str, tuple[Any, 
     defaults = {field: None for field in new.keys() ^ old.keys() if field.startswith(SCHEME)}
     with contextlib.suppress(InputError):  # A scheme of the user's own need not be there.
         options = scheme_options(new.get(f"{SCHEME}name", ""))
-        defaults |= {SCHEME + option: default for option, default in options.items()}
+        for option, default in options.items():  # in JSON, tuples are lists
+            defaults[SCHEME + option] = list(default) if isinstance(default, tuple) else default
     old = defaults | old
     new = defaults | new
     fields = sorted(old.keys() & new.keys())
