@@ -110,7 +110,7 @@ images = torch.zeros(1, 3, 224, 224)
 TIMM_ROPE = """
 import timm
 
-model = timm.create_model("vit_small_patch16_rope_224", depth=1)
+model = timm.model_entrypoint("vit_small_patch16_rope_224")(init_values=None, depth=1)
 """
 TINY_IMAGENET = """
 from pathlib import Path
