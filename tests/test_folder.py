@@ -120,6 +120,12 @@ def test_bad_images_stop_or_are_left_out(root, capsys):
     assert all(name in output for name in ("cat/gone.png", "cat/3.png", "apple/1.PNG"))
     assert sorted(values(source)) == sorted(set(range(30)) - {1, 23})
 
+    for path in (root / "train").glob("*/*"):
+        path.unlink()
+        path.with_suffix(".png").write_bytes(b"")
+    with pytest.raises(InputError, match="'train' has no image that can be decoded"):
+        open_dataset("folder", root).split("train", on_bad_image="skip")
+
 
 def test_a_folder_of_classes_is_the_split_train(root, tmp_path_factory):
     whole = open_dataset("folder", root).split("train")

@@ -115,7 +115,7 @@ def append_similar_heads(
     def invert_factor(gram):
         lower = jnp.linalg.cholesky(gram)
         return jax.lax.linalg.triangular_solve(
-            lower, jnp.eye(len(gram)), left_side=True, lower=True
+            lower, jnp.eye(len(gram), dtype=gram.dtype), left_side=True, lower=True
         )
 
     if sizes.head_dim < sizes.width:
