@@ -163,7 +163,7 @@ def validate(config: ConfigDict) -> None:
 
 def _check_section(owner: type, values: dict[str, Any], prefix: str) -> None:
     check_fields(owner, values, prefix)
-    for field in _defaults(owner).keys() - values.keys():
+    for field in sorted(_defaults(owner).keys() - values.keys()):
         raise InputError(
             f"{prefix}{field} is missing: set fields of a section with update(), which keeps the "
             "others"

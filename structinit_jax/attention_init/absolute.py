@@ -76,19 +76,19 @@ def impulse(
     else:
         z, basis = row_space(layer_norm(np.asarray(positions)))
     options = LEARNED_SOLVE if is_learned or basis.shape[1] > MAX_SMOOTH_RANK else {}
-    qk_scale = float(site.qk_scale)  # A JAX scalar, as also for the mass, cannot be hashed by jit.
+    sizes = site.sizes  # which jit can hash
     *factors, report = solve(
-        start_factors(z, targets, site.head_dim),
+        start_factors(z, targets, sizes.head_dim),
         z,
         targets,
-        start_norm(site.head_dim, qk_scale, site.width),
-        head_dim=site.head_dim,
-        qk_scale=qk_scale,
-        target_mass=float(target_mass),
+        start_norm(sizes.head_dim, sizes.qk_scale, sizes.width),
+        head_dim=sizes.head_dim,
+        qk_scale=sizes.qk_scale,
+        target_mass=float(target_mass),  # jit needs to hash it, which a JAX scalar does not allow
         **options,
     )
     num_impulse = -(-site.num_layers // 2) if half else site.num_layers
-    weights = _draw_weights(rng, factors, basis, sizes=site.sizes, num_impulse=num_impulse)
+    weights = _draw_weights(rng, factors, basis, sizes=sizes, num_impulse=num_impulse)
     warn_if_out_of_reach(report)
     return weights._replace(report=report, targets=targets, **new_positions)
 

@@ -62,8 +62,11 @@ def mimetic_vo(
     width = site.width
     heads = (site.num_heads, site.head_dim)
     inner = heads[0] * heads[1]
-    needs = f"at most width={width} for mimetic weights: use 'default' or 'impulse'"
-    require("num_heads * head_dim", inner, needs, lambda channels: channels <= width)
+    needs = (
+        f"at most width / head_dim = {width} / {site.head_dim} for mimetic weights: use 'default' "
+        "or 'impulse'"
+    )
+    require("num_heads", site.num_heads, needs, lambda _: inner <= width)
     product = near_identity(rng, (layers, width), noise=0.4, identity=-0.4)
     a, b = split_product(product, width)
     if transposed:
@@ -106,17 +109,16 @@ def append_similar_heads(
     heads = (num_similar, sizes.num_heads, sizes.width)
     a = near_identity(noise_rng, heads, noise=0.7, identity=0.7)
 
+    def invert_factor(gram):
+        lower = jnp.linalg.cholesky(gram)
+        identity = jnp.eye(len(gram), dtype=gram.dtype)
+        return jax.lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True)
+
     def iterate(_, w):
         w = a @ (jnp.swapaxes(a, -1, -2) @ w)
         # A QR decomposition of this shape takes a hundred times as long on CPUs as Cholesky's.
         inverse = map_matrices(invert_factor, jnp.swapaxes(w, -1, -2) @ w)
         return w @ jnp.swapaxes(inverse, -1, -2)
-
-    def invert_factor(gram):
-        lower = jnp.linalg.cholesky(gram)
-        return jax.lax.linalg.triangular_solve(
-            lower, jnp.eye(len(gram), dtype=gram.dtype), left_side=True, lower=True
-        )
 
     if sizes.head_dim < sizes.width:
         start = draw_flat(jax.random.normal, start_rng, (*heads, sizes.head_dim))

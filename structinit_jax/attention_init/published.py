@@ -64,7 +64,7 @@ def impulse_2024(
     ]
     options = dict(
         head_dim=site.head_dim,
-        qk_scale=float(site.qk_scale),
+        qk_scale=site.sizes.qk_scale,
         max_steps=max_steps,
         rescale=rescale,
     )
@@ -197,7 +197,7 @@ def impulse_2025(
         target_scale,
         target_noise,
         head_dim=site.head_dim,
-        qk_scale=float(site.qk_scale),
+        qk_scale=site.sizes.qk_scale,
         norm=query_key_norm,
     )
     warn_if_out_of_reach(report)

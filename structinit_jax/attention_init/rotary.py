@@ -19,11 +19,11 @@ from structinit_jax.attention_init.draws import base_weights
 from structinit_jax.attention_init.near_identity import append_similar_heads, value_and_projection
 from structinit_jax.attention_init.sites import AttentionWeights, RotarySite, SolveReport
 from structinit_jax.attention_init.solve import (
+    loss_rows,
     minimize,
     overlap,
     report_on_maps,
     require_above_uniform,
-    rows_with_target,
     warn_if_out_of_reach,
 )
 from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps
@@ -46,7 +46,10 @@ def rotary_angles(
     >>> si.rotary_angles(grid=(14, 14), head_dim=64).shape
     (1, 1, 196, 32)
     """
-    needs = "a multiple of 4 for rotary positions, two pairs of channels for rows and columns"
+    needs = (
+        "a multiple of 4 for rotary positions, two pairs of channels for rows and columns: change "
+        "the width or the number of heads"
+    )
     require("head_dim", head_dim, needs, lambda d: d % 4 == 0)
     quarter = head_dim // 4
     frequencies = temperature ** -(np.arange(quarter) / quarter)
@@ -146,9 +149,7 @@ def solve_coefficients(
         angles, target = problem
         cos = jnp.cos(angles)
         sin = jnp.sin(angles)
-        num_tokens = len(target)
-        few = num_tokens <= MAX_ROWS
-        rows = np.arange(num_tokens) if few else rows_with_target(target, MAX_ROWS)
+        rows = loss_rows(target, MAX_ROWS)
         some = target[rows]
 
         def coefficients(factor, norm):

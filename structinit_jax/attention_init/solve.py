@@ -141,7 +141,7 @@ def solve(
     queries = z
     axes = "nr"
     if len(z) > MAX_ROWS:
-        rows = jax.vmap(lambda target: rows_with_target(target, MAX_ROWS))(targets)
+        rows = jax.vmap(lambda target: loss_rows(target, MAX_ROWS))(targets)
         queries = z[rows]
         axes = "fnr"
         targets = jnp.take_along_axis(targets, rows[..., None], axis=1)
@@ -183,15 +183,18 @@ def solve(
     return at_norm(factors[0], norm), at_norm(factors[1], norm), report
 
 
-def rows_with_target(target: Float[Array, "N N"], count: int) -> Int[Array, " count"]:
-    """Returns rows of a map, evenly spaced among those with a target.
+def loss_rows(target: Float[Array, "N N"], most: int) -> Int[Array, " n"]:
+    """Returns the rows of a map that enter its loss, n = min(N, most).
 
-    These are few if the neighbor is far away; rows are then repeated.
+    They are evenly spaced among those with a target, which are few if the neighbor is far away:
+    rows are then repeated.
     """
+    if len(target) <= most:
+        return jnp.arange(len(target))
     has_target = target.max(axis=-1) > 0
     first = jnp.argsort(~has_target, stable=True)  # those with a target come first
     last = has_target.sum(dtype=jnp.float32) - 1
-    return first[jnp.round(jnp.linspace(0, last, count)).astype(jnp.int32)]
+    return first[jnp.round(jnp.linspace(0, last, most)).astype(jnp.int32)]
 
 
 def require_above_uniform(target_mass: float, targets: Float[np.ndarray, "F N N"]) -> None:

@@ -96,11 +96,10 @@ class Host:
         if self.bias_tables:
             name = self.bias_tables[0]
             shown = self.leaves[name].shape[1]
-        self.num_heads = num_heads
         if shown is not None:
             needs = f"left out, since {name} shows {shown} heads"
             require("num_heads", num_heads, needs, lambda number: number in (None, shown))
-            self.num_heads = shown
+        self.num_heads = num_heads if shown is None else shown
         if layout.torch:
             self.width, inner = shape[:2]
             needs = f"the number of heads, which share the {inner} channels of {out}"
@@ -197,13 +196,11 @@ class Host:
 
     def layer_scale(self) -> str | None:
         """Returns the name of a LayerScale that makes the attention's output small, or None."""
-        scales = {
-            name: x for name, x in self._floats().items() if self._matches(_LAYER_SCALE, name)
-        }
-        small = [
-            k for k, x in scales.items() if is_concrete(x) and np.abs(np.asarray(x)).max() < 0.1
-        ]
-        return next(iter(small), None)
+        for name, array in self._floats().items():
+            is_known = self._matches(_LAYER_SCALE, name) and is_concrete(array)
+            if is_known and np.abs(np.asarray(array)).max() < 0.1:
+                return name
+        return None
 
     # -- positions and patches ---------------------------------------------------------------------
 

@@ -260,9 +260,8 @@ class Block(PreNormBlock):
         self.norm2 = layer_norm(width, epsilon=epsilon, **options)
         self.mlp = Mlp(width, hidden_width("mlp_ratio", mlp_ratio, width), init=init, **options)
         if layer_scale:
-            scale = np.full(width, layer_scale, np.float32)
-            self.scale1 = nnx.Param(jnp.asarray(scale))
-            self.scale2 = nnx.Param(jnp.asarray(scale))
+            self.scale1 = nnx.Param(jnp.full((width,), layer_scale, jnp.float32))
+            self.scale2 = nnx.Param(jnp.full((width,), layer_scale, jnp.float32))
 
     def mix(self, x, *, with_maps=False, angles=None):
         """Attends to all tokens [B, N, D], with rotary positions if there are angles [N, d / 2]."""
