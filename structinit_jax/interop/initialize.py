@@ -19,10 +19,16 @@ from structinit_jax.attention_init import (
 from structinit_jax.attention_init.draws import split_by_stack
 from structinit_jax.attention_init.sites import GRID, AttentionStack, check_shape
 from structinit_jax.checks import check_scheme, require
-from structinit_jax.errors import InputError
-from structinit_jax.interop.arrays import as_array, check_array, like, replace_rows
-from structinit_jax.interop.host import Grid, Host, find_hosts, square
-from structinit_jax.interop.layouts import Leaves, flatten
+from structinit_jax.errors import InputError, prefixed
+from structinit_jax.interop.host import ROTARY, Grid, Host, find_hosts, square
+from structinit_jax.interop.layouts import (
+    Leaves,
+    as_array,
+    check_array,
+    flatten,
+    like,
+    replace_rows,
+)
 
 # Tolerance for rotations from one token to the next, computed from bfloat16 sines and cosines.
 ROUNDING = 0.05
@@ -78,17 +84,15 @@ def initialize(
         require("grid", grid, *GRID)
     leaves, rebuild = flatten(params)
     hosts = find_hosts(leaves, num_heads)
-    sites = []
-    for host in hosts:  # In a comprehension, warnings would not show the caller's line.
-        sites.append(_find_site(host, grid, as_array(positions), rotations))
-    if grid is not None:
-        grids = [site.grid for site in sites]
-        require("grid", grid, f"one of the windows {grids}, or left out", grids.__contains__)
-    rngs = split_by_stack(rng, len(hosts))
-    for host, site, site_rng in zip(hosts, sites, rngs, strict=True):
+    grids = []
+    for host, site_rng in zip(hosts, split_by_stack(rng, len(hosts)), strict=True):
+        site = _find_site(host, grid, as_array(positions), rotations)
+        grids.append(site.grid)
         for name, new in _write(host, attention_init(site_rng, site), site.grid).items():
             check_array("params", name, leaves[name])
             leaves[name] = like(new, leaves[name])
+    if grid is not None:
+        require("grid", grid, f"one of the windows {grids}, or left out", grids.__contains__)
     return rebuild(leaves)
 
 
@@ -101,17 +105,17 @@ def _find_site(
     """Returns the site of a model's attention layers; for arguments and errors see `initialize`."""
     host.require_assumptions()
     if scale := host.layer_scale():
-        warnings.warn(
-            f"params: {scale} makes the attention's output so small that the scheme's values and "
+        _warn(
+            f"{scale} makes the attention's output so small that the scheme's values and "
             "projections hardly matter: build the model without LayerScale (in timm, "
-            "init_values=None), unless only the maps matter",
-            stacklevel=3,
+            "init_values=None), unless only the maps matter"
         )
     if host.bias_tables:
         return WindowSite(grid=_find_window(host, grid), **host.sizes())
     if grid is None and rotations is None:
-        host.require_image_tokens()
+        host.require_image_patches()
     table = host.position_table(grid) if positions is None else None
+    rotary = next(iter(host.find(ROTARY)), None)
     if rotations is not None:
         if positions is not None or table is not None:
             raise InputError(
@@ -119,19 +123,14 @@ def _find_site(
                 "which schemes then use: leave out rotations, and measure the maps"
             )
         return _rotary_site(host, rotations, grid)
-    rotary = host.rotary_positions()
-    if rotary is not None:
-        if host.position_table(grid) is None:
-            raise InputError(
-                f"params: {rotary} rotates queries and keys: pass rotations="
-                "model.eval().rope.get_embed(shape=grid) (timm) or "
-                "model.eval().rope_embeddings(pixel_values) (Hugging Face)"
-            )
-        warnings.warn(
-            f"params: {rotary} rotates queries and keys, which moves the scheme's maps: measure "
-            "them",
-            stacklevel=3,
+    if rotary is not None and host.position_table(grid) is None:
+        raise InputError(
+            f"params: {rotary} rotates queries and keys: pass rotations="
+            "model.eval().rope.get_embed(shape=grid) (timm) or "
+            "model.eval().rope_embeddings(pixel_values) (Hugging Face)"
         )
+    if rotary is not None:
+        _warn(f"{rotary} rotates queries and keys, which moves the scheme's maps: measure them")
     if positions is not None:
         grid = grid or square(len(positions))  # the site refuses None
         return AttentionSite(grid=grid, **host.sizes(), positions=positions)
@@ -150,9 +149,9 @@ def _find_site(
     )
 
 
-def _num_offsets(window: Grid) -> int:
-    """Returns the number of offsets between the tokens of a window."""
-    return (2 * window[0] - 1) * (2 * window[1] - 1)
+def _warn(text: str) -> None:
+    """Warns at the line that called `initialize`."""
+    warnings.warn(f"params: {text}", stacklevel=4)
 
 
 def _find_window(host: Host, grid: Grid | None) -> Grid:
@@ -163,46 +162,40 @@ def _find_window(host: Host, grid: Grid | None) -> Grid:
     for window in (grid, (side, side)):
         if window and _num_offsets(window) in (rows, rows - 3):
             return window
-    given = "" if grid is None else f" or one of {grid}"
     raise InputError(
-        f"grid: the {rows} rows of {table} do not fit the offsets in a square window{given}: pass "
-        "grid=(rows, cols) of its window"
+        f"grid={grid}: the {rows} rows of {table} do not fit the offsets in this or a square "
+        "window: pass grid=(rows, cols) of its window"
     )
+
+
+def _num_offsets(window: Grid) -> int:
+    """Returns the number of offsets between the tokens of a window."""
+    return (2 * window[0] - 1) * (2 * window[1] - 1)
 
 
 def _rotary_site(host: Host, given: Any, grid: Grid | None) -> RotarySite:
     """Returns the site for the `rotations` of `initialize`, timm's table or Hugging Face's pair."""
-    parts = tuple(map(as_array, given if isinstance(given, tuple | list) else (given,)))
-    d = host.head_dim
-    is_pair = len(parts) == 2
-    shapes = {np.shape(part) for part in parts}
-    shape = np.shape(parts[0])
-    lead = (1,) * (4 - len(shape)) + shape[:-2]
-    heads = (host.num_layers, host.num_heads)
-    fits = len(lead) == 2 and all(n in (1, m) for n, m in zip(lead, heads, strict=True))
-    if not fits or len(shapes) != 1 or shape[-1] != (d if is_pair else 2 * d):
-        raise InputError(
-            f"rotations has shape {' and '.join(map(str, shapes))}, but the model needs timm's "
-            f"model.rope.get_embed(shape=grid) [N, {2 * d}] or Hugging Face's pair "
-            f"model.rope_embeddings(pixel_values) of [N, {d}], with leading axes for "
-            f"{host.num_layers} layers and {host.num_heads} heads if these differ"
-        )
-    parts = [np.asarray(part, np.float64) for part in parts]
-    cos, sin = parts if is_pair else (parts[0][..., d:], parts[0][..., :d])
+    if isinstance(given, tuple | list):
+        cos, sin = (np.asarray(as_array(part), np.float64) for part in given)
+    else:
+        sin, cos = np.split(np.asarray(as_array(given), np.float64), 2, axis=-1)
     # Both channels of a pair have the same sine and cosine, which shows how channels are paired.
     interleaved = all(np.array_equal(part[..., ::2], part[..., 1::2]) for part in (sin, cos))
-    pairs, firsts = ("interleaved", slice(0, d, 2)) if interleaved else ("halves", slice(d // 2))
-    angles = np.arctan2(sin[..., firsts], cos[..., firsts])
-    angles = angles.reshape(*lead, *angles.shape[-2:]).astype(np.float32)
-    tokens = angles.shape[2]
-    grid = grid or square(tokens)
-    if grid is None or math.prod(grid) != tokens or not _is_even(np.exp(1j * angles), grid):
+    angles = np.arctan2(sin, cos).astype(np.float32)
+    angles = angles[..., ::2] if interleaved else angles[..., : host.head_dim // 2]
+    angles = angles.reshape((1,) * (4 - angles.ndim) + angles.shape)
+    tokens = angles.shape[-2]
+    grid = grid or square(tokens) or (1, tokens)
+    with prefixed("rotations: "):
+        pairs = "interleaved" if interleaved else "halves"
+        site = RotarySite(grid=grid, **host.sizes(), angles=angles, pairs=pairs)
+    if not _is_even(np.exp(1j * angles), grid):
         raise InputError(
             f"grid={grid}: the {tokens} rotations do not turn by equal angles along the rows and "
             "columns of this grid: pass the rotations of the image tokens alone, row by row, and "
             "their grid=(rows, cols)"
         )
-    return RotarySite(grid=grid, **host.sizes(), angles=angles, pairs=pairs)
+    return site
 
 
 def _is_even(rotations: Complex[np.ndarray, "L h N p"], grid: Grid) -> bool:

@@ -1,4 +1,4 @@
-"""Names of parameters in other projects, and the search for their attention layers."""
+"""Parameters of other projects: arrays by name, and the attention layers among them."""
 
 import itertools
 import re
@@ -7,15 +7,77 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float, Shaped
 
 from structinit_jax.errors import InputError
-from structinit_jax.interop.arrays import as_array, is_tensor
 
 FIELDS = ("query", "key", "value", "out")
 Leaves = dict[str, Any]
 
 _NUMBER = re.compile(r"(?<!\d)\d+(?=\.|$)")  # at the end of a part of a name
+
+# -- arrays: NumPy's, JAX's and torch's ------------------------------------------------------------
+
+
+def is_tensor(leaf: Any) -> bool:
+    """Whether a leaf is a torch tensor. Does not import torch."""
+    return "torch" in sys.modules and isinstance(leaf, sys.modules["torch"].Tensor)
+
+
+def as_array(leaf: Any) -> Any:
+    """Converts a torch tensor to NumPy, which has no bfloat16: floats of 8 or 16 bits to 32."""
+    if not is_tensor(leaf):
+        return leaf
+    leaf = leaf.detach().cpu()
+    return (leaf.float() if leaf.is_floating_point() and leaf.itemsize < 4 else leaf).numpy()
+
+
+def is_float_array(leaf: Any) -> bool:
+    """Whether a leaf is a NumPy or JAX array of floats."""
+    return isinstance(leaf, np.ndarray | jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def check_array(argument: str, name: str, leaf: Any) -> None:
+    """Raises `InputError` for anything but a NumPy or JAX array of floats."""
+    if not is_float_array(leaf):
+        raise InputError(
+            f"{argument}: {name} has dtype {getattr(leaf, 'dtype', None)}, but needs to be a NumPy "
+            "or JAX array of floats"
+        )
+
+
+def stays_numpy(new: Any, old: Any) -> bool:
+    """Whether new values of a NumPy array can be one too, which traced values cannot."""
+    return isinstance(old, np.ndarray) and not isinstance(new, jax.core.Tracer)
+
+
+def like(new: Any, old: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+    """Converts new values to the array kind (NumPy or JAX), dtype and sharding of the old ones."""
+    if stays_numpy(new, old):
+        return np.array(new, old.dtype, order="C")
+    new = jnp.asarray(new).astype(old.dtype)
+    if isinstance(old, np.ndarray | jax.core.Tracer) or not old.committed:
+        return new
+    return jax.device_put(new, old.sharding)
+
+
+def replace_rows(
+    table: Shaped[Array | np.ndarray, "R *k"], rows: Float[Array | np.ndarray, "r *k"], start: int
+) -> Shaped[Array | np.ndarray, "R *k"]:
+    """Returns a table with other rows from `start` on, in the table's dtype."""
+    xp = np if stays_numpy(rows, table) else jnp
+    # Arrays on a mesh with explicit axes allow neither `.at[...].set` nor empty slices outside
+    # `jax.set_mesh`.
+    stop = start + len(rows)
+    before = [table[:start]] if start else []
+    after = [table[stop:]] if stop < len(table) else []
+    return xp.concatenate([*before, xp.asarray(rows).astype(table.dtype), *after])
+
+
+# -- names -----------------------------------------------------------------------------------------
 
 
 def flatten(params: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
@@ -53,24 +115,12 @@ def refuse_torch_module(argument: str, value: Any) -> None:
 
 def _name(path) -> str:
     # The box around an array (nnx.Variable, nn.Partitioned) adds a last attribute `value`.
-    if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
-        path = path[:-1]
-    name = jax.tree_util.keystr(path, simple=True, separator=".").replace("/", ".")
+    name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
     # The fused weight and bias of torch's MultiheadAttention are not in a module.
-    return re.sub(r"in_proj_(weight|bias)$", r"in_proj.\1", unwrapped(name))
+    return re.sub(r"in_proj_(weight|bias)$", r"in_proj.\1", name.replace("/", "."))
 
 
-def unwrapped(name: str) -> str:
-    """Removes the prefixes of torch's DataParallel and `torch.compile` from a parameter name."""
-    return re.sub(r"^(?:(?:module|_orig_mod)\.)+|(?<=\.)_orig_mod\.", "", name)
-
-
-def unsupported(name: str, why: str) -> InputError:
-    """Returns the error for a model in which no scheme can set the attention maps."""
-    return InputError(
-        f"params: {name} {why}; such models are not supported, only ViTs with one grid of tokens, "
-        "Swin and BEiT"
-    )
+# -- attention layers ------------------------------------------------------------------------------
 
 
 class Layout(NamedTuple):
@@ -139,6 +189,11 @@ class Stack(NamedTuple):
         """Prefixes of the blocks around the attention layers."""
         return tuple(f"{attention.rpartition('.')[0]}." for attention in self.attentions)
 
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """Prefixes of the parameters of the attention layers."""
+        return tuple(f"{attention}." if attention else "" for attention in self.attentions)
+
 
 def find_stack(leaves: Leaves) -> Stack:
     """Finds the attention layers of a model with a single grid of tokens."""
@@ -148,12 +203,12 @@ def find_stack(leaves: Leaves) -> Stack:
     if len(stacks) == 1:
         return stacks[0]
     names = [stack.attentions[0] for stack in stacks]
-    parts = shared_parts(*names) + 1
+    parts = _shared_parts(*names) + 1
     stems = [".".join(name.split(".")[:parts]) + "." for name in names]
     seeing = [
         stack._replace(stem=stem)
         for stack, stem in zip(stacks, stems, strict=True)
-        if any(name.startswith(stem) and _rank(leaf) == 4 for name, leaf in leaves.items())
+        if any(name.startswith(stem) and np.ndim(leaf) == 4 for name, leaf in leaves.items())
     ]
     if len(seeing) == 1:
         return seeing[0]
@@ -179,18 +234,18 @@ def find_stacks(leaves: Leaves) -> list[Stack]:
 
 
 def _stacks(leaves: Leaves, layout: Layout) -> list[Stack]:
-    suffixes = [f".{weight}" for weight in dict.fromkeys(layout.weights(""))]
-    names = [f".{name}" for name in leaves]
-    found = [n.removesuffix(s)[1:] for s in suffixes for n in names if n.endswith(s)]
+    query = layout.weights("")[0]
+    found = [name for name in leaves if f".{name}".endswith(f".{query}")]
+    attentions = [name.removesuffix(query).removesuffix(".") for name in found]
     stacks = []
-    for group in _numbered(dict.fromkeys(found)):
+    for group in _numbered(attentions):
         weights = {weight for attention in group for weight in layout.weights(attention)}
         if not weights <= leaves.keys():
             continue
-        rank = _rank(leaves[layout.weights(group[0])[0]])
-        if layout.torch or rank == 3:
+        rank = np.ndim(leaves[layout.weights(group[0])[0]])
+        if rank == (2 if layout.torch else 3):
             stacks.append(Stack(layout, tuple(group)))
-        elif rank == 4:
+        elif rank == 4 and not layout.torch:
             stacks += [Stack(layout, (attention,), stacked=True) for attention in group]
     return stacks
 
@@ -215,11 +270,7 @@ def _numbered(names: Iterable[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def shared_parts(*names: str) -> int:
+def _shared_parts(*names: str) -> int:
     """Returns the number of first parts that names have in common."""
     columns = zip(*(name.split(".") for name in names), strict=False)
     return len(list(itertools.takewhile(lambda column: len(set(column)) == 1, columns)))
-
-
-def _rank(leaf: Any) -> int:
-    return len(getattr(leaf, "shape", ()))
