@@ -2,7 +2,6 @@
 
 import csv
 import functools
-import itertools
 import json
 import signal
 import time
@@ -11,7 +10,7 @@ import fork_main
 import pytest
 from PIL import Image
 
-from structinit_jax.compare import grid, records, report, settings
+from structinit_jax.compare import grid, report, settings
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.training import train
 from structinit_jax.training.workdir import lock_workdir
@@ -136,11 +135,11 @@ def test_lost_metrics_make_a_run_unfinished(start, tmp_path, capsys):
 
 def test_a_damaged_or_lost_record_is_named(start, tmp_path):
     start(["default"], [0])
-    (tmp_path / records.GRID).write_text("{")
+    (tmp_path / report.GRID).write_text("{")
     for read in (lambda: start(["default"], [0]), lambda: report.write_report(tmp_path)):
         with pytest.raises(InputError, match=r"compare\.json"):
             read()
-    (tmp_path / records.GRID).unlink()
+    (tmp_path / report.GRID).unlink()
     with pytest.raises(InputError, match=r"default holds runs that compare\.json does not list"):
         start(["default"], [0])
 
@@ -162,27 +161,22 @@ def test_other_images_of_the_same_names_are_refused(start, tiny_config, tmp_path
     start(["default"], [0], config)
     for split in ("train", "test"):
         other = config_of(tmp_path / split, **{split: 1})
-        for scheme in ("default", "mimetic"):
-            with pytest.raises(InputError, match=f"classes of folder {split}"):
-                start([scheme], [1], other)
+        with pytest.raises(InputError, match="results of default for other images"):
+            start(["default"], [1], other)
     config.data.data_dir = str((tmp_path / "here").rename(tmp_path / "there"))
     assert start(["default"], [0, 1], config)[1] == [("default", 1)]
 
 
-def test_a_setting_keeps_its_data_where_another_reads_other_data(start, monkeypatch):
-    def digest_of(*values):
-        digests = itertools.cycle(values)
-        monkeypatch.setattr(grid, "digest", lambda source, class_names: next(digests))
+def test_a_run_that_was_killed_before_its_last_checkpoint_is_not_done(start, tmp_path):
+    def killed(*run, **options):
+        fake_train(*run, **options)  # which has logged the accuracy of the last step
+        raise SystemExit
 
-    digest_of("here", "here", "there", "there")  # of two splits each
-    axes = {"data.data_dir": ["/here", "/there"]}  # folders of the same name
-    assert len(start(["default"], [0], axes=axes)[1]) == 2
-    assert len(start(["default", "impulse"], [0], axes=axes)[1]) == 2
-    digest_of("here", "here")
-    start(["default"], [0])
-    digest_of("there", "there")
-    with pytest.raises(InputError, match="other images"):
-        start(["default"], [1])
+    with pytest.raises(SystemExit):
+        start(["default"], [0], train=killed)
+    assert "| default | 0 of 1 | – |" in (tmp_path / "report.md").read_text()
+    assert start(["default"], [0]) == (0, [("default", 0)])
+    assert start(["default"], [0]) == (0, [])
 
 
 def test_a_signal_during_the_last_step_of_a_run_stops_the_others(start, tmp_path):
@@ -194,7 +188,7 @@ def test_a_signal_during_the_last_step_of_a_run_stops_the_others(start, tmp_path
     with pytest.raises(StoppedError) as error:
         start(["default"], train=interrupted)
     assert error.value.exit_code == train.PREEMPTED_EXIT_CODE
-    assert records.read_comparison(tmp_path).accuracies("default").keys() == {0}
+    assert report.read_comparison(tmp_path).accuracies("default").keys() == {0}
 
 
 def test_a_second_process_trains_other_settings(start, tmp_path, capsys):

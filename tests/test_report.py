@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from structinit_jax.compare import records, report
+from structinit_jax.compare import report
 
 FACTS = {
     **{"num_steps": 12, "steps_per_epoch": 6, "test_name": "test", "published": ""},
@@ -38,8 +38,8 @@ def record(workdir, runs, facts=None):
                     file.write(json.dumps({"step": step} | metrics) + "\n")
     baselines = dict.fromkeys(runs, "default")
     info = {"settings": settings, "baselines": baselines, "machine": ""}
-    (workdir / records.GRID).write_text(json.dumps(info))
-    return records.read_comparison(workdir)
+    (workdir / report.GRID).write_text(json.dumps(info))
+    return report.read_comparison(workdir)
 
 
 def test_intervals_are_those_of_scipy():

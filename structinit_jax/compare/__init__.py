@@ -1,1 +1,1 @@
-"""Comparisons of settings over seeds: `settings`, `grid`, `records` and `report`, in this order."""
+"""Comparisons of settings over seeds: `settings`, `grid` and `report`, in this order."""

@@ -2,12 +2,10 @@
 
 import contextlib
 import json
-import platform
 import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import jax
 from ml_collections import ConfigDict
 
 from structinit_jax import __version__, command_line, files
-from structinit_jax.compare import records, report
+from structinit_jax.compare import report
 from structinit_jax.compare.settings import find_baselines
 from structinit_jax.data.source import digest
 from structinit_jax.errors import InputError, StoppedError, prefixed, printable
@@ -24,8 +22,16 @@ from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.metrics import format_duration
 from structinit_jax.training.train import PREEMPTED_EXIT_CODE, train
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 LOG = "log.txt"
+# Fields that change the results by rounding at most; data have digests of their contents.
+HARMLESS = (
+    "checkpoint_every_steps",
+    "keep_checkpoints",
+    "log_every_steps",
+    "fsdp",
+    "data.data_dir",
+    "model.remat",
+)
 
 
 def run_grid(
@@ -67,7 +73,7 @@ def run_grid(
             info["baselines"] |= {name: row["baseline"] for name, row in rows.items()}
             machines = dict.fromkeys([*info["machine"].split("\n\n"), _describe_machine()])
             info["machine"] = "\n\n".join(filter(None, machines))
-            files.write_atomically(workdir / records.GRID, json.dumps(info, indent=1) + "\n")
+            files.write_atomically(workdir / report.GRID, json.dumps(info, indent=1) + "\n")
         try:
             return _train_all(workdir, info, settings, seeds)
         finally:
@@ -101,38 +107,36 @@ def describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
 def _merge(workdir, new, settings):
     """Merges settings and seeds into those of earlier commands, which must agree with them."""
     info: dict[str, Any] = {"settings": {}, "baselines": {}, "machine": ""}
-    if (workdir / records.GRID).exists():
-        info = files.read_json(workdir / records.GRID)
+    if (workdir / report.GRID).exists():
+        info = files.read_json(workdir / report.GRID)
     old = info["settings"]
     for name, facts in new.items():
-        earlier = old.values()
         if name in old:
-            earlier = [old[name]]  # others may read folders of the same name at other places
             place = f"the setting {name} in {workdir}"
-            resume.check_config(old[name]["config"], settings[name], records.matters, place)
+            resume.check_config(old[name]["config"], settings[name], _matters, place)
+            if facts["data"] != old[name]["data"]:
+                raise InputError(
+                    f"--workdir={workdir} holds results of {name} for other images, labels or "
+                    "classes: restore the old data, or use another --workdir"
+                )
             facts["seeds"] = sorted({*old[name]["seeds"], *facts["seeds"]})
         elif (workdir / name).exists():
             raise InputError(
-                f"{workdir / name} holds runs that {records.GRID} does not list: move the folder "
+                f"{workdir / name} holds runs that {report.GRID} does not list: move the folder "
                 "away, or use another --workdir"
             )
-        for data, new_digest in facts["data"].items():
-            digests = [each["data"][data] for each in earlier if data in each["data"]]
-            if digests and new_digest not in digests:
-                raise InputError(
-                    f"--workdir={workdir} holds results for other images, labels or classes of "
-                    f"{data}: restore the old data, or use another --workdir"
-                )
-    return info | {"settings": new | {name: old[name] for name in old if name not in new}}
+    return info | {"settings": old | new}
+
+
+def _matters(field: str) -> bool:
+    """Whether the results of a setting depend on a field, the seed aside."""
+    return field != "seed" and field not in HARMLESS
 
 
 def _describe_machine() -> str:
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
-    return (
-        f"{len(jax.devices())} × {jax.devices()[0].device_kind}, Python "
-        f"{platform.python_version()}, {platform.uname().system}; structinit-jax {__version__}, "
-        f"{versions}"
-    )
+    devices = jax.devices()
+    kind = devices[0].device_kind
+    return f"{len(devices)} × {kind}, JAX {jax.__version__}, structinit-jax {__version__}"
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -147,7 +151,7 @@ def _train_all(workdir, info, settings, seeds) -> int:
     runs = [(name, seed) for name in settings for seed in seeds]
     for number, (name, seed) in enumerate(runs, start=1):
         facts = info["settings"][name]
-        run = records.SeedRun(workdir, name, seed, facts)
+        run = report.SeedRun(workdir, name, seed, facts)
         label = f"[{number}/{len(runs)}] {name} seed {seed}:"
         if run.status == "done":
             print(label, f"done before, {run.result}", flush=True)
@@ -159,7 +163,7 @@ def _train_all(workdir, info, settings, seeds) -> int:
         except InputError:  # of the lock: those of the run are recorded
             print(label, "another process trains this setting", flush=True)
             continue
-        run = records.SeedRun(workdir, name, seed, facts)
+        run = report.SeedRun(workdir, name, seed, facts)
         trained += 1
         failed += run.status != "done"
         left = (time.perf_counter() - began) / trained * (len(runs) - number)
@@ -181,12 +185,13 @@ def _train(config, run, label, stop):
         text = f"step {step}, epoch {run.epoch(step):.1f}, {accuracy}"
         print(label, text, file=terminal, flush=True)
 
-    error_file = run.folder / records.ERROR
-    error_file.unlink(missing_ok=True)
+    error_file = run.folder / report.ERROR
+    error_file.write_text("")
     log = (run.folder / LOG).open("a", buffering=1, errors="backslashreplace")
     with log, contextlib.redirect_stdout(log):
         try:
             train(config.lock(), run.folder, stop_request=stop, on_evaluation=show_evaluation)
+            error_file.unlink()
         except Exception as error:  # of your own schemes and data sets too
             if isinstance(error, StoppedError) and error.exit_code == PREEMPTED_EXIT_CODE:
                 raise
