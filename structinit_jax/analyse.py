@@ -55,16 +55,15 @@ def define_flags() -> None:
 
 def write(snapshots: list[Snapshot], subject: str, out: Path) -> None:
     """Writes the numbers and draws the figures; `subject` is for their titles."""
-    fields = ("name", "grid", "measures")
-    models = [
-        dict(name=s.name, layers=[{k: getattr(layer, k) for k in fields} for layer in s.layers])
-        for s in snapshots
-    ]
-
-    def rounded(x):
-        return np.round(x, 5).tolist() if isinstance(x, float | np.ndarray) else x
-
-    text = json.dumps(dict(subject=subject, models=jax.tree.map(rounded, models)), indent=1)
+    models = []
+    for snapshot in snapshots:
+        layers = [
+            dict(name=layer.name, grid=layer.grid, measures=layer.measures)
+            for layer in snapshot.layers
+        ]
+        models.append(dict(name=snapshot.name, layers=layers))
+    content = dict(subject=subject, models=models)
+    text = json.dumps(content, indent=1, default=np.ndarray.tolist)
     with replace_files(out) as new:
         (new / "analysis.json").write_text(text + "\n", encoding="utf-8")
         figures.draw_by_layer(snapshots, f"Measures by layer: {subject}", new / "by_layer.png")

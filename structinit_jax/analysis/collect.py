@@ -15,7 +15,6 @@ from structinit_jax.analysis import measures
 from structinit_jax.attention_init import ConvSite, TokenMixingSite
 from structinit_jax.attention_init.sites import AttentionStack
 from structinit_jax.augment import normalize
-from structinit_jax.checks import require
 from structinit_jax.config import make_attention_init
 from structinit_jax.data.loader import decode_all
 from structinit_jax.errors import InputError
@@ -30,7 +29,7 @@ class Layer(NamedTuple):
     """One layer of a model, averaged over images; windows count as images."""
 
     name: str  # number of the layer, from 1; '2.1' is the first one of stage 2
-    grid: tuple[int, int]  # rows and columns of the N tokens of a map
+    grid: tuple[int, int] | None  # rows and columns of the N tokens of a map; None in a ConvMixer
     # Without class and register tokens; rows sum to 1. None in a ConvMixer.
     maps: Float[np.ndarray, "h N N"] | None
     # By the name in `analysis.measures`. 'stable_rank', that of the layer's output, has a single
@@ -49,12 +48,11 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
     """Reads training images without augmentation, cropped as for evaluation.
 
     The images are spread evenly over the split: `count` of them, or all if there are fewer, rounded
-    down to a multiple of `BATCH_SIZE`, which both must reach.
+    down to a multiple of `BATCH_SIZE`.
     """
     data = config.data
     source = build.open_split(config, build.open_data(config), "train_split")
     whole = min(count, len(source)) // BATCH_SIZE * BATCH_SIZE
-    require("number of images", len(source), f"{BATCH_SIZE} or more", lambda _: whole)
     return decode_all(source.evenly_spaced(whole), data.image_size, data.crop_fraction)[0]
 
 
@@ -110,35 +108,42 @@ def observe(
     observe_batch = jax.jit(functools.partial(_observe_batch, config, model.graphdef))
     snapshots = []
     for name, weights in weights_by_name.items():
-        sites = nnx.merge(model.graphdef, *weights).sites()
-        totals = []
+        sites = nnx.merge(model.graphdef, *weights).sites().values()
+        batches = []
         for batch in images.reshape(-1, BATCH_SIZE, *images.shape[1:]):
-            stages, features = jax.device_get(observe_batch(targets, weights, batch))
-            for averages, grids in zip(stages, features, strict=True):
-                matrices = grids.reshape(*grids.shape[:2], -1, grids.shape[-1])
-                rank = measures.stable_rank(matrices).mean(axis=1, keepdims=True)
-                averages["stable_rank" if "maps" in averages else "input_rank"] = rank
-            totals.append(stages)
-        stages = jax.tree.map(lambda *values: np.mean(values, axis=0), *totals)
+            stages = jax.device_get(observe_batch(targets, weights, batch))
+            for stage in stages:
+                rank = measures.stable_rank(stage.pop("tokens")).mean(axis=1, keepdims=True)
+                stage["stable_rank" if "maps" in stage else "input_rank"] = rank
+            batches.append(stages)
+        stages = jax.tree.map(lambda *values: np.mean(values, axis=0), *batches)
         layers = []
-        for stage, (site, averages) in enumerate(zip(sites.values(), stages, strict=True), 1):
-            grid = features[stage - 1].shape[2:4]
-            maps = averages.pop("maps", [None] * site.num_layers)
-            if maps[0] is not None:
-                grid = site.grid
-                averages |= jax.device_get(measures.measure_mean_maps(maps, grid))
-            for i in range(site.num_layers):
-                values = {key: value[i] for key, value in averages.items() if i < len(value)}
-                number = f"{stage}.{i + 1}" if len(sites) > 1 else str(i + 1)
-                layers.append(Layer(number, grid, maps[i], values))
+        for number, (site, averages) in enumerate(zip(sites, stages, strict=True), 1):
+            prefix = f"{number}." if len(sites) > 1 else ""
+            layers += _layers(prefix, site, averages)
         snapshots.append(Snapshot(name, layers))
     return snapshots
 
 
-def _observe_batch(config, graphdef, targets, weights, images):
-    """Returns averages over a batch, and the features [L, B, R, C, D] to take ranks of, by stage.
+def _layers(prefix, site, averages) -> list[Layer]:
+    """Returns the layers of a stage, given their averages as arrays [L, ...]."""
+    grid = None
+    maps = [None] * site.num_layers
+    if "maps" in averages:
+        grid = site.grid
+        maps = averages.pop("maps")
+        averages |= jax.device_get(measures.measure_mean_maps(maps, grid))
+    layers = []
+    for i in range(site.num_layers):
+        values = {name: value[i] for name, value in averages.items() if i < len(value)}
+        layers.append(Layer(f"{prefix}{i + 1}", grid, maps[i], values))
+    return layers
 
-    The averages are dicts of arrays [L, ...] by measure, and the maps.
+
+def _observe_batch(config, graphdef, targets, weights, images):
+    """Returns averages over a batch by stage: arrays [L, ...] by measure, and the maps.
+
+    Each also has the 'tokens' [L, B, N, D] to take ranks of.
     """
     model = nnx.merge(graphdef, *weights)
     data = config.data
@@ -146,25 +151,22 @@ def _observe_batch(config, graphdef, targets, weights, images):
     with_attention = not any(isinstance(site, ConvSite) for site in sites.values())
     images = normalize(images, tuple(data.mean), tuple(data.std))
     out = model(images, with_maps=with_attention)[1]
-    stages = out.get("stages", [out])
-    features = [_output_grids(*both) for both in zip(stages, sites.values(), strict=True)]
     if not with_attention:  # A ConvMixer's layers are measured at their inputs.
-        stem = stages[0]["stem"].astype(jnp.float32)
-        return [{}], [jnp.concatenate([stem[None], features[0][:-1]])]
-    averages = [
-        _average_maps(stage["blocks"], site, targets.get(name))
-        for stage, (name, site) in zip(stages, sites.items(), strict=True)
-    ]
-    return averages, features
+        inputs = jnp.concatenate([out["stem"][None], out["blocks"]["output"][:-1]])
+        return [{"tokens": _tokens(inputs)}]
+    stages = []
+    for stage, (name, site) in zip(out.get("stages", [out]), sites.items(), strict=True):
+        output = stage["blocks"]["output"]
+        if output.ndim == 4:  # It is [L, B, N, D], and class and register tokens come first.
+            output = output[:, :, -site.num_tokens :]
+        averages = _average_maps(stage["blocks"], site, targets.get(name))
+        stages.append(averages | {"tokens": _tokens(output)})
+    return stages
 
 
-def _output_grids(stage, site):
-    """Returns the outputs of layers, [L, B, R, C, D], without class and register tokens."""
-    output = stage["blocks"]["output"].astype(jnp.float32)
-    if output.ndim == 4:  # It is [L, B, N, D], and class and register tokens come first.
-        output = output[:, :, -site.num_tokens :]
-        output = output.reshape(*output.shape[:2], *site.grid, -1)
-    return output
+def _tokens(features) -> Float[Array, "L B N D"]:
+    """Returns features [L, B, N, D] or [L, B, rows, columns, D] as tokens in float32."""
+    return features.reshape(*features.shape[:2], -1, features.shape[-1]).astype(jnp.float32)
 
 
 def _average_maps(blocks, site: AttentionStack, targets) -> dict[str, Array]:

@@ -12,14 +12,12 @@ from matplotlib.patches import Rectangle
 
 from structinit_jax.analysis import measures
 from structinit_jax.analysis.collect import Layer, Snapshot
-from structinit_jax.errors import printable
 from structinit_jax.training.figures import png
 
 REACH = 4  # largest offset that is drawn: on a large grid, an impulse would be too small
 STEP = 1.06  # from one map to the next, in units of the side of a map
 KERNEL = 0.35  # the same for kernels
-# Text to the left of a tile; names from users may have dollar signs.
-SIDEWAYS = dict(rotation=90, ha="right", va="center", parse_math=False)
+SIDEWAYS = dict(rotation=90, ha="right", va="center")  # text to the left of a tile
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe & Ito
 
 PANELS = {
@@ -34,25 +32,21 @@ PANELS = {
 }
 
 
-def add_legend(figure, handles, labels) -> None:
-    """Adds a legend below the axes, in as many columns as fit; the figure grows by it."""
+def add_legend(figure, axis) -> None:
+    """Adds the legend of an axis below the figure, which grows by it."""
+    handles, labels = axis.get_legend_handles_labels()
     width, height = figure.get_size_inches()
-    columns = max(1, min(4, int(width / (0.09 * max(map(len, labels)) + 0.6))))
-    figure.set_size_inches(width, height + 0.22 * math.ceil(len(labels) / columns))
-    legend = figure.legend(
-        handles, labels, loc="outside lower center", ncols=columns, frameon=False
-    )
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+    figure.set_size_inches(width, height + 0.22 * len(labels))
+    figure.legend(handles, labels, loc="outside lower center", frameon=False)
 
 
 def _wrap(text, width):
     """Breaks a title of 12 points into lines of a width in inches."""
-    return textwrap.fill(printable(text), max(12, int(width * 10)))  # a folder's name may be bytes
+    return textwrap.fill(text, max(12, int(width * 10)))
 
 
 def _save(figure, title, path):
-    figure.suptitle(_wrap(title, figure.get_figwidth()), parse_math=False)
+    figure.suptitle(_wrap(title, figure.get_figwidth()))
     Path(path).write_bytes(png(figure))
 
 
@@ -195,7 +189,7 @@ def draw_by_layer(snapshots: Sequence[Snapshot], title: str, path: Path) -> None
         axis.set_xticks(range(1, len(labels) + 1, every), labels[::every])
         axis.set_xlabel("layer")
     # All models have the first measure: the distance, or a ConvMixer's rank.
-    add_legend(figure, *figure.axes[0].get_legend_handles_labels())
+    add_legend(figure, figure.axes[0])
     _save(figure, title, path)
 
 

@@ -254,5 +254,5 @@ def draw_curves(comparison: Comparison) -> Figure | None:
             axis.fill_between(epochs, *band, alpha=0.15, color=color, linewidth=0)
     axis.set(xlabel="epoch", ylabel=f"{comparison.metric}, %")
     axis.grid(alpha=0.25)
-    add_legend(figure, *axis.get_legend_handles_labels())
+    add_legend(figure, axis)
     return figure
