@@ -15,8 +15,7 @@ It writes to the directory --out:
 - `analysis.json`: all measures by layer and head.
 - `maps.npz`: the maps [h, N, N] of each model and layer, averaged over the images.
 - `maps.png`: the maps of the first layer, with queries as rows and keys as columns, and their upper
-  left corners with two rows of tokens; every head of all layers as a convolution kernel. Deep
-  models have room for the maps of further layers.
+  left corners with two rows of tokens; every head of all layers as a convolution kernel.
 - `by_layer.png`: every measure against the layer.
 
 `analysis.measures` defines the measures. In Swin they describe maps within windows. ConvMixer has

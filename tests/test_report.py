@@ -53,19 +53,19 @@ def test_one_seed_is_compared_without_an_interval(tmp_path):
         "default": {0: {6: 0.8, 12: 0.75, 18: 0.95}},  # trained longer than the comparison
         "impulse": {0: {6: {"train/accuracy": 0.9}, 12: 0.8}},
     }
-    comparison = record(tmp_path, curves, {"impulse": {"test_name": "train"}})
-    assert comparison.runs["impulse"][0].curve == {12: 0.8}  # not that of training batches
-    text = report.markdown(comparison)
+    info, runs = record(tmp_path, curves, {"impulse": {"test_name": "train"}})
+    assert runs["impulse"][0].curve == {12: 0.8}  # not that of training batches
+    text = report.markdown(info, runs)
     assert "| impulse | 1 of 1 | 80.00 | +5.00 (one seed) |" in text
     assert "With one seed there is no interval" in text
-    first, second = csv.DictReader(report.csv_of(comparison).splitlines())
+    first, second = csv.DictReader(report.csv_of(info, runs).splitlines())
     assert (first["epoch"], first["test_accuracy"]) == ("2.0", "0.75")
     assert (second["epoch"], second["test_accuracy"]) == ("2.0", "0.8")
 
 
 def test_published_accuracies_have_a_column(tmp_path):
     facts = {"default": {"published": "50.10"}}
-    text = report.markdown(record(tmp_path, {"default": {0: {12: 0.5}}}, facts))
+    text = report.markdown(*record(tmp_path, {"default": {0: {12: 0.5}}}, facts))
     assert "| default | 1 of 1 | 50.00 | 50.10 | baseline |" in text
 
 
@@ -75,7 +75,7 @@ def test_curves_are_those_of_finished_runs(tmp_path):
         "mimetic": {0: {12: 0.4}, 1: None},
     }
     comparison = record(tmp_path, runs, {"mimetic": {"test_name": "val"}})
-    first, second = report.draw_curves(comparison).axes[0].get_lines()
+    first, second = report.draw_curves(*comparison).axes[0].get_lines()
     np.testing.assert_allclose(first.get_ydata(), [11, 51])
     np.testing.assert_allclose(second.get_ydata(), [40])
-    assert report.draw_curves(record(tmp_path, {"impulse": {0: None}})) is None
+    assert report.draw_curves(*record(tmp_path, {"impulse": {0: None}})) is None

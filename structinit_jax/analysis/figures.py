@@ -1,7 +1,6 @@
 """Draws the results of `collect`: attention maps, and measures by layer."""
 
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -40,13 +39,8 @@ def add_legend(figure, axis) -> None:
     figure.legend(handles, labels, loc="outside lower center", frameon=False)
 
 
-def _wrap(text, width):
-    """Breaks a title of 12 points into lines of a width in inches."""
-    return textwrap.fill(text, max(12, int(width * 10)))
-
-
 def _save(figure, title, path):
-    figure.suptitle(_wrap(title, figure.get_figwidth()))
+    figure.suptitle(title, wrap=True)
     Path(path).write_bytes(png(figure))
 
 
@@ -76,8 +70,8 @@ def draw_snapshots(snapshots: Sequence[Snapshot], title: str, path: str | Path) 
 
     For every head of the first layer: the map [N, N] with queries as rows and keys as columns, and
     below it the upper left corner with two rows of tokens. Beside them, every head of all layers as
-    a convolution kernel. Deep models have room for the maps of further layers. Models have a band
-    each, one below the other; the unit of length is a tile with a map.
+    a convolution kernel. Models have a band each, one below the other; the unit of length is a tile
+    with a map.
     """
     models = {snapshot.name: snapshot.layers for snapshot in snapshots}
     everything = [layer for layers in models.values() for layer in layers]
@@ -95,13 +89,9 @@ def draw_snapshots(snapshots: Sequence[Snapshot], title: str, path: str | Path) 
     axis.text(right, -0.05, "by offset")
     top = 0.0
     for name, layers in models.items():
-        rows = math.ceil(KERNEL * len(layers) / (2 * STEP))
-        height = 2 * STEP * rows
-        label = _wrap(name, height)
-        axis.text(-0.3, top + height / 2, label, size=13, weight="bold", **SIDEWAYS)
-        shown = np.linspace(0, len(layers) - 1, rows).round().astype(int)
-        for row, number in enumerate(shown):
-            _draw_layer(axis, layers[number], top + 2 * STEP * row, scale)
+        height = max(2 * STEP, KERNEL * len(layers))
+        axis.text(-0.3, top + height / 2, name, size=12, weight="bold", **SIDEWAYS)
+        _draw_layer(axis, layers[0], top, scale)
         image = _draw_kernels(axis, layers, kernels[name], (right, top), scale)
         top += height + 0.1
     width = right + KERNEL * heads

@@ -111,20 +111,24 @@ def _merge(workdir, new, settings):
         info = files.read_json(workdir / report.GRID)
     old = info["settings"]
     for name, facts in new.items():
+        earlier = old.values()
         if name in old:
+            earlier = [old[name]]  # others may read folders of the same name at other places
             place = f"the setting {name} in {workdir}"
             resume.check_config(old[name]["config"], settings[name], _matters, place)
-            if facts["data"] != old[name]["data"]:
-                raise InputError(
-                    f"--workdir={workdir} holds results of {name} for other images, labels or "
-                    "classes: restore the old data, or use another --workdir"
-                )
             facts["seeds"] = sorted({*old[name]["seeds"], *facts["seeds"]})
         elif (workdir / name).exists():
             raise InputError(
                 f"{workdir / name} holds runs that {report.GRID} does not list: move the folder "
                 "away, or use another --workdir"
             )
+        for data, new_digest in facts["data"].items():
+            digests = [each["data"][data] for each in earlier if data in each["data"]]
+            if digests and new_digest not in digests:
+                raise InputError(
+                    f"--workdir={workdir} holds results for other images, labels or classes of "
+                    f"{data}: restore the old data, or use another --workdir"
+                )
     return info | {"settings": old | new}
 
 

@@ -9,7 +9,7 @@ curves.png, needs only these files, so it can be repeated.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -79,47 +79,35 @@ class SeedRun:
         return step / self.facts["steps_per_epoch"]
 
 
-class Comparison(NamedTuple):
-    """All runs of a workdir."""
-
-    info: dict[str, Any]  # content of `compare.json`
-    runs: dict[str, list[SeedRun]]  # by setting, in the order of the seeds
-
-    @property
-    def metric(self) -> str:
-        """Name of the compared metric, such as 'test accuracy', after the first setting's split."""
-        first, *_ = self.info["settings"].values()
-        return f"{first['test_name']} accuracy"
-
-    def finished(self, setting: str | None) -> list[SeedRun]:
-        """Returns the runs of a setting that are done.
-
-        A baseline may be None, or a setting that is not in the comparison: it has no runs.
-        """
-        return [run for run in self.runs.get(setting, ()) if run.status == "done"]
-
-    def accuracies(self, setting: str | None) -> dict[int, float]:
-        """Returns the test accuracies of the finished runs of a setting, by seed."""
-        return {run.seed: run.accuracy for run in self.finished(setting)}
+Runs = Mapping[str, Sequence[SeedRun]]  # by setting, in the order of the seeds
 
 
-def read_comparison(workdir: Path) -> Comparison:
-    """Reads a comparison; raises `InputError` if its `compare.json` is damaged."""
+def read_comparison(workdir: Path) -> tuple[dict[str, Any], Runs]:
+    """Returns the content of `compare.json`, and the runs of each setting by seed."""
     info = read_json(workdir / GRID)
     runs = {
         setting: [SeedRun(workdir, setting, seed, facts) for seed in facts["seeds"]]
         for setting, facts in info["settings"].items()
     }
-    return Comparison(info, runs)
+    return info, runs
+
+
+def _metric(info) -> str:
+    """Returns the name of the accuracy after the first setting's split, such as 'test accuracy'."""
+    first, *_ = info["settings"].values()
+    return f"{first['test_name']} accuracy"
+
+
+def _accuracies(runs: Iterable[SeedRun]) -> dict[int, float]:
+    """Returns the test accuracies of the runs that are done, by seed."""
+    return {run.seed: run.accuracy for run in runs if run.status == "done"}
 
 
 # -- text ------------------------------------------------------------------------------------------
 
 
-def markdown(comparison: Comparison) -> str:
+def markdown(info: Mapping[str, Any], runs: Runs) -> str:
     """Returns the report in Markdown."""
-    info = comparison.info
-    runs = comparison.runs
     every = [run for group in runs.values() for run in group]
     interval = (
         "The difference to the baseline is paired by seed, with Student's 95 % interval, which "
@@ -129,7 +117,7 @@ def markdown(comparison: Comparison) -> str:
         interval = "With one seed there is no interval: a difference may be chance."
     parts = [
         "# Comparison",
-        _table(_summary(comparison)),
+        _table(_summary(info, runs)),
         "Accuracy after the last epoch in percent: mean ± standard deviation over seeds. "
         + interval,
         *(f"{name}: {fact['note']}" for name, fact in info["settings"].items() if fact.get("note")),
@@ -148,34 +136,30 @@ def _table(rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows])
 
 
-def _summary(comparison: Comparison) -> list[list[str]]:
-    published = {name: fact["published"] for name, fact in comparison.info["settings"].items()}
-    rows = [["setting", "seeds", f"{comparison.metric}, %", "difference to the baseline (95 %)"]]
-    for setting, runs in comparison.runs.items():
-        seeds = f"{len(comparison.finished(setting))} of {len(runs)}"
-        accuracy = _format_percent(comparison.accuracies(setting).values())
-        rows.append([setting, seeds, accuracy, _format_difference(comparison, setting)])
+def _summary(info, runs) -> list[list[str]]:
+    """Returns a header, and a row for each setting."""
+    published = {name: facts["published"] for name, facts in info["settings"].items()}
+    rows = [["setting", "seeds", f"{_metric(info)}, %", "difference to the baseline (95 %)"]]
+    for setting, group in runs.items():
+        percent = [100 * accuracy for accuracy in _accuracies(group).values()]
+        text = f"{np.mean(percent):.2f}" if percent else "–"
+        if len(percent) > 1:
+            text += f" ± {np.std(percent, ddof=1):.2f}"
+        seeds = f"{len(percent)} of {len(group)}"
+        rows.append([setting, seeds, text, _difference(info["baselines"], runs, setting)])
     if any(published.values()):
         for row, value in zip(rows, ["published, %", *published.values()], strict=True):
             row.insert(3, value or "–")
     return rows
 
 
-def _format_percent(accuracies: Iterable[float]) -> str:
-    percent = [100 * accuracy for accuracy in accuracies]
-    if not percent:
-        return "–"
-    deviation = f" ± {np.std(percent, ddof=1):.2f}" if len(percent) > 1 else ""
-    return f"{np.mean(percent):.2f}{deviation}"
-
-
-def _format_difference(comparison: Comparison, setting: str) -> str:
+def _difference(baselines, runs, setting) -> str:
     """Formats the difference to the baseline in percentage points, '+1.20 [+0.40, +2.00]'."""
-    baselines = comparison.info["baselines"]
-    if (baseline := baselines.get(setting)) == setting:
+    baseline = baselines.get(setting)
+    if baseline == setting:
         return "baseline"
-    own = comparison.accuracies(setting)
-    other = comparison.accuracies(baseline)
+    own = _accuracies(runs[setting])
+    other = _accuracies(runs.get(baseline, ()))  # there may be none, or it may not be trained
     differences = [100 * (own[seed] - other[seed]) for seed in own if seed in other]
     pairs = len(differences)
     if not pairs:
@@ -186,7 +170,7 @@ def _format_difference(comparison: Comparison, setting: str) -> str:
     else:
         half = half_interval(differences)
         text = f"{mean:+.2f} [{mean - half:+.2f}, {mean + half:+.2f}]"
-    text += f" ({pairs} common seeds)" if 1 < pairs < len(comparison.runs[setting]) else ""
+    text += f" ({pairs} common seeds)" if 1 < pairs < len(runs[setting]) else ""
     return f"{text} to {baseline}" if len({*baselines.values()}) > 1 else text
 
 
@@ -201,58 +185,58 @@ def half_interval(values: Sequence[float]) -> float:
 
 def write_report(workdir: Path) -> None:
     """Writes the files of the report."""
-    comparison = read_comparison(workdir)
+    info, runs = read_comparison(workdir)
     files: dict[str, str | bytes] = {
-        "results.csv": csv_of(comparison),
-        "report.md": markdown(comparison),
+        "results.csv": csv_of(info, runs),
+        "report.md": markdown(info, runs),
     }
-    if figure := draw_curves(comparison):
+    if figure := draw_curves(info, runs):
         files[CURVES] = png(figure)
     for name, content in files.items():
         write_atomically(workdir / name, content)
     print(f"wrote {', '.join(files)} to {workdir}", flush=True)
 
 
-def csv_of(comparison: Comparison) -> str:
+def csv_of(info: Mapping[str, Any], runs: Runs) -> str:
     """Returns the text of results.csv, which has one row for each run."""
     header = ["setting", "seed", "status", "epoch", "test_accuracy"]
     header += ["baseline", "published", "error"]
     rows = []
-    for setting, runs in comparison.runs.items():
-        baseline = comparison.info["baselines"].get(setting)
-        for run in runs:
+    for setting, group in runs.items():
+        baseline = info["baselines"].get(setting)
+        for run in group:
             last = max(run.curve, default=0)
             measured = [run.status, run.epoch(last), run.curve.get(last)]
             rows.append([setting, run.seed, *measured, baseline, run.facts["published"], run.error])
     return csv_text(header, rows)
 
 
-def draw_curves(comparison: Comparison) -> Figure | None:
+def draw_curves(info: Mapping[str, Any], runs: Runs) -> Figure | None:
     """Draws the test accuracy by epoch; None if no run has finished.
 
     Lines are means over the finished seeds, bands one standard deviation on either side.
     """
-    finished = {name: comparison.finished(name) for name in comparison.runs}
-    if not any(finished.values()):
-        return None
     figure = Figure(figsize=(7, 3.9), layout="constrained")
     axis = figure.subplots()
-    for number, (setting, runs) in enumerate(finished.items()):
-        if not runs:
+    for number, (setting, group) in enumerate(runs.items()):
+        done = [run for run in group if run.status == "done"]
+        if not done:
             continue
         # `structinit_jax.main` may have evaluated some of them at other steps, too.
-        steps = sorted(set.intersection(*(set(run.curve) for run in runs)))
-        curves = 100 * np.array([[run.curve[step] for step in steps] for run in runs])
-        epochs = [runs[0].epoch(step) for step in steps]
+        steps = sorted(set.intersection(*(set(run.curve) for run in done)))
+        curves = 100 * np.array([[run.curve[step] for step in steps] for run in done])
+        epochs = [done[0].epoch(step) for step in steps]
         mean = curves.mean(axis=0)
         color = COLORS[number % len(COLORS)]
         line = LINES[number // len(COLORS) % len(LINES)]
         axis.plot(epochs, mean, color=color, linestyle=line, marker=".", label=setting)
-        if len(runs) > 1:
+        if len(done) > 1:
             deviation = curves.std(axis=0, ddof=1)
             band = mean - deviation, mean + deviation
             axis.fill_between(epochs, *band, alpha=0.15, color=color, linewidth=0)
-    axis.set(xlabel="epoch", ylabel=f"{comparison.metric}, %")
+    if not axis.lines:
+        return None
+    axis.set(xlabel="epoch", ylabel=f"{_metric(info)}, %")
     axis.grid(alpha=0.25)
     add_legend(figure, axis)
     return figure

@@ -160,17 +160,12 @@ def _find_window(host: Host, grid: Grid | None) -> Grid:
     rows = len(host.leaves[table])
     side = math.isqrt(rows) // 2 + 1
     for window in (grid, (side, side)):
-        if window and _num_offsets(window) in (rows, rows - 3):
+        if window and rows - math.prod(2 * n - 1 for n in window) in (0, 3):
             return window
     raise InputError(
         f"grid={grid}: the {rows} rows of {table} do not fit the offsets in this or a square "
         "window: pass grid=(rows, cols) of its window"
     )
-
-
-def _num_offsets(window: Grid) -> int:
-    """Returns the number of offsets between the tokens of a window."""
-    return (2 * window[0] - 1) * (2 * window[1] - 1)
 
 
 def _rotary_site(host: Host, given: Any, grid: Grid | None) -> RotarySite:
@@ -212,8 +207,8 @@ def _write(host: Host, weights: AttentionWeights, grid: Grid) -> Leaves:
     """Returns new values of the leaves that a scheme's weights change."""
     new = host.write_attention(weights)
     if weights.bias is not None:
-        shape = (host.num_layers, _num_offsets(grid), host.num_heads)
-        check_shape("bias", weights.bias, shape)
+        offsets = math.prod(2 * n - 1 for n in grid)
+        check_shape("bias", weights.bias, (host.num_layers, offsets, host.num_heads))
         for name, biases in zip(host.bias_tables, weights.bias, strict=True):
             new[name] = replace_rows(host.leaves[name], biases, 0)
     if weights.positions is not None or weights.position_scale is not None:
