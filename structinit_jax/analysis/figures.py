@@ -73,12 +73,10 @@ def draw_snapshots(snapshots: Sequence[Snapshot], title: str, path: str | Path) 
     a convolution kernel. Models have a band each, one below the other; the unit of length is a tile
     with a map.
     """
-    models = {snapshot.name: snapshot.layers for snapshot in snapshots}
-    everything = [layer for layers in models.values() for layer in layers]
-    kernels = {name: [_kernels(layer) for layer in layers] for name, layers in models.items()}
+    everything = [layer for snapshot in snapshots for layer in snapshot.layers]
     uniform = 1 / min(layer.maps.shape[-1] for layer in everything)
     # A scale of at least twice the uniform level, so that flat maps look flat.
-    peak = max(2 * uniform, *(float(k.max()) for each in kernels.values() for k in each))
+    peak = max(2 * uniform, *(_kernels(layer).max() for layer in everything))
     scale = dict(vmin=0, vmax=peak)
     figure = Figure(layout="constrained")
     axis = figure.add_subplot()
@@ -88,11 +86,11 @@ def draw_snapshots(snapshots: Sequence[Snapshot], title: str, path: str | Path) 
         axis.text(STEP * head + 0.5, -0.05, f"head {head + 1}", ha="center")
     axis.text(right, -0.05, "by offset")
     top = 0.0
-    for name, layers in models.items():
+    for name, layers in snapshots:
         height = max(2 * STEP, KERNEL * len(layers))
         axis.text(-0.3, top + height / 2, name, size=12, weight="bold", **SIDEWAYS)
         _draw_layer(axis, layers[0], top, scale)
-        image = _draw_kernels(axis, layers, kernels[name], (right, top), scale)
+        image = _draw_kernels(axis, layers, (right, top), scale)
         top += height + 0.1
     width = right + KERNEL * heads
     axis.set(xlim=(-0.6, width), ylim=(top - 0.15, -0.3), aspect="equal")
@@ -126,13 +124,13 @@ def _draw_layer(axis, layer, top, scale):
         _draw_tile(axis, maps[:size, :size], (left, top + STEP), 1, scale, blocks)
 
 
-def _draw_kernels(axis, layers, kernels, corner, scale):
+def _draw_kernels(axis, layers, corner, scale):
     """Draws all heads as kernels: a row for each layer and a column for each head."""
     left, top = corner
-    for row, (layer, each) in enumerate(zip(layers, kernels, strict=True)):
+    for row, layer in enumerate(layers):
         y = top + KERNEL * row
         axis.text(left - 0.04, y + KERNEL / 2, layer.name, ha="right", va="center")
-        for head, kernel in enumerate(each):
+        for head, kernel in enumerate(_kernels(layer)):
             place = left + KERNEL * head, y
             itself = [(kernel.shape[0] // 2, kernel.shape[1] // 2, 1)]
             image = _draw_tile(axis, kernel, place, 0.93 * KERNEL, scale, itself)

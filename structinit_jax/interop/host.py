@@ -23,24 +23,22 @@ from structinit_jax.interop.layouts import (
 
 Grid = tuple[int, int]
 
-# Names of parameters, below any module unless said otherwise.
-POSITIONS = re.compile(r"(?:.*\.)?(?:[^.]*pos[^.]*(?:\.(?:embeddings?|weight))?|wpe)")
+# What the names of parameters show, to be found with `search`.
+POSITIONS = re.compile(r"(^|\.)([^.]*pos[^.]*(\.(embeddings?|weight))?|wpe)$")
 EXTRA_TOKENS = re.compile(  # class and register tokens
-    r"(?:.*\.)?(?:cls|class|dist|distillation|reg|registers?|storage)_?"
-    r"(?:tok|tokens?|emb|embed|embeddings?)?",
-    re.IGNORECASE,
+    r"(?i)(^|\.)(cls|class|dist|distillation|reg|registers?|storage)_?"
+    r"(tok|tokens?|emb|embed|embeddings?)?$"
 )
-RELATIVE = re.compile(
-    r"(?:.*[._])?(?:rel_pos|relative_pos|relative_att|position_bias|attention_bias).*"
+RELATIVE = re.compile(r"(^|[._])(rel_pos|relative_pos|relative_att|position_bias|attention_bias)")
+ROTARY = re.compile(r"(^|[._])(rope|rotary|freqs)")
+LAYER_SCALE = re.compile(  # of the attention
+    r"(^|\.)((ls_?1|layer_?scale_?1)\.\w+|(gamma|lambda)_?1|scale1)$"
 )
-ROTARY = re.compile(r"(?:.*[._])?(?:rope|rotary|freqs).*")
-LAYER_SCALE = re.compile(
-    r"(?:.*\.)?((ls_?1|layer_?scale_?1)\.\w+|(gamma|lambda)_?1|scale1)"  # of the attention
-)
-GRID_ATTENTION = re.compile(r"(?:.*\.)?attn_grid\..*")  # of MaxViT
+GRID_ATTENTION = re.compile(r"(^|\.)attn_grid\.")  # of MaxViT
+PATCHES = re.compile(r"(?i)patch|embeds\.proj")
 BIAS_TABLE = "relative_position_bias_table"  # of Swin and BEiT, at the end of a name
-# Modules below a block. The last two are vit-pytorch's.
-NORM = re.compile(r"[^.]*(?:norm|ln)[^.]*|0\.norm|1\.net\.0", re.IGNORECASE)
+# Names of modules below a block. The last two are vit-pytorch's.
+NORM = re.compile(r"(?i)^([^.]*(norm|ln)[^.]*|0\.norm|1\.net\.0)$")
 NORM_STARTS = {"weight": 1, "scale": 1, "gamma": 1, "bias": 0, "beta": 0}
 
 
@@ -94,7 +92,7 @@ class Host:
 
     def find(self, pattern: re.Pattern[str]) -> Leaves:
         """Returns the arrays of floats whose name matches a pattern."""
-        return {name: leaf for name, leaf in self.floats.items() if pattern.fullmatch(name)}
+        return {name: leaf for name, leaf in self.floats.items() if pattern.search(name)}
 
     # -- attention ---------------------------------------------------------------------------------
 
@@ -155,14 +153,14 @@ class Host:
         for name, array in self.floats.items():
             module, _, leaf = name.rpartition(".")
             blocks = [block for block in self.stack.blocks if name.startswith(block)]
-            if blocks and NORM.fullmatch(module.removeprefix(blocks[0])):
+            if blocks and NORM.search(module.removeprefix(blocks[0])):
                 start = NORM_STARTS.get(leaf)
                 if start is not None and is_concrete(array) and np.any(np.asarray(array) != start):
                     raise InputError(
                         f"params: {name} is not {start}: schemes need a freshly built model, whose "
                         "norms before attention and MLP start with scale 1 and bias 0"
                     )
-            elif name not in known and (name.startswith(inside) or RELATIVE.fullmatch(name)):
+            elif name not in known and (name.startswith(inside) or RELATIVE.search(name)):
                 raise InputError(
                     f"params: {name} may change the attention maps, which no scheme could then "
                     "set: build the model without it"
@@ -246,14 +244,14 @@ class Host:
                 and not name.startswith(self.stack.inside)
             ):
                 found[name] = leaf
-        named = [name for name in found if re.search(r"patch|embeds\.proj", name.lower())]
+        named = [name for name in found if PATCHES.search(name)]
         convolutions = [name for name, leaf in found.items() if leaf.ndim >= 4]
         return {name: found[name] for name in named or convolutions}
 
 
 def find_hosts(leaves: Leaves, num_heads: int | None) -> list[Host]:
     """Finds the stacks of attention layers: one of a ViT or BEiT, one for each stage of a Swin."""
-    for name in filter(GRID_ATTENTION.fullmatch, leaves):
+    for name in filter(GRID_ATTENTION.search, leaves):
         raise _unsupported(name, "belongs to the grid attention of MaxViT")
     tables = [name for name in leaves if name.endswith(BIAS_TABLE)]
     if not tables:
