@@ -151,6 +151,10 @@ def validate(config: ConfigDict) -> None:
     for field in ("mean", "std"):
         needs = f"a tuple of config.data.channels={data.channels} numbers"
         require(f"config.data.{field}", data[field], needs, lambda x: len(x) == data.channels)
+    batch_size = config.batch_size
+    needs = f"a divisor of config.batch_size={batch_size}, or 0 to mix within the whole batch"
+    group = config.augment.mix_group
+    require("config.augment.mix_group", group, needs, lambda x: x == 0 or batch_size % x == 0)
     if config.attention_init.get("name") == "impulse_2025":
         needs = "'learned' for the closed form config.attention_init.name='impulse_2025'"
         positions = config.model.get("positions", "learned")

@@ -51,7 +51,7 @@ def start(family):
 def forward(config, images):
     """Intermediates for all images at once."""
     model = build.make_model(config, make_mesh(devices=jax.devices()[:1]))
-    weights = initialize_model(model, make_attention_init(config), config.seed).weights
+    weights = initialize_model(config, model, make_attention_init(config)).weights
     model = nnx.merge(model.graphdef, *weights)
     images = normalize(jnp.asarray(images), tuple(config.data.mean), tuple(config.data.std))
     return jax.jit(lambda model: model(images, with_maps=True)[1])(model)
@@ -92,7 +92,7 @@ def test_targets_are_those_that_the_solve_reaches():
     config.attention_init = dict(name="impulse_mimetic", target_mass=0.5)
     images = collect.read_images(config, NUM_IMAGES)
     model = build.make_model(config, make_mesh(devices=jax.devices()[:1]))
-    initial = initialize_model(model, make_attention_init(config), config.seed)
+    initial = initialize_model(config, model, make_attention_init(config))
     index, targets = initial.targets["blocks"]
     np.testing.assert_array_equal(targets, convolution_maps(impulse_kernels(3), (4, 4)))
     params, state = initial.weights
