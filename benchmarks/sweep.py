@@ -104,7 +104,8 @@ def make_evaluate(config: ConfigDict, model: AbstractModel, loader: Loader) -> C
     @jax.jit
     def count_correct(state, batch):
         def of_run(state):
-            return eval_step(state.params, state.model_state, batch)["correct"]
+            results = eval_step(state.params, state.model_state, batch)
+            return jnp.sum((results["predicted"] == results["label"]) * results["mask"])
 
         return jax.vmap(jax.vmap(of_run, in_axes=(STATE,)), in_axes=(STATE,))(state)
 

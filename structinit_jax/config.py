@@ -28,17 +28,12 @@ from structinit_jax.checks import (
     PositiveInt,
     check_fields,
     find,
-    is_count,
     is_reference,
     require,
 )
 from structinit_jax.errors import InputError, prefixed, printable, suggest
 from structinit_jax.files import open_path, read_json
 
-# The names of checkpoints have nine digits, which fit int32.
-Steps = Annotated[
-    int, Check("a whole number from 0 to 10**9 - 1", lambda x: 0 <= x < 10**9 and is_count(x, 0))
-]
 Share = Annotated[float, Check("a number from 0.1 to 1", lambda x: 0.1 <= x <= 1)]
 Mean = Annotated[float, Check("in [0, 1] (of pixels divided by 255)", lambda x: 0 <= x <= 1)]
 Deviation = Annotated[
@@ -53,7 +48,7 @@ class RunFields:
     # -- schedule ----------------------------------------------------------------------------------
     seed: NonNegativeInt = 0  # of initial weights, data order, augmentation and all else random
     num_epochs: PositiveFloat = 30.0
-    num_steps: Steps = 0  # if positive, overrides num_epochs
+    num_steps: NonNegativeInt = 0  # if positive, overrides num_epochs
     batch_size: PositiveInt = 128  # global: summed over all devices of all hosts
 
     # -- loss and optimizer ------------------------------------------------------------------------
@@ -182,13 +177,9 @@ def find_scheme(name: str) -> Callable[..., attention_init.AttentionInit]:
     return find(name, attention_init.SCHEMES, "config.attention_init.name")
 
 
-def scheme_options(name: str) -> dict[str, Any]:
-    """Returns the options of a scheme, which `config.attention_init` may set, with their defaults.
-
-    An option without a default has `inspect.Parameter.empty`.
-    """
-    parameters = inspect.signature(find_scheme(name)).parameters
-    return {option: parameter.default for option, parameter in parameters.items()}
+def scheme_options(name: str) -> list[str]:
+    """Returns the options of a scheme, which `config.attention_init` may set."""
+    return list(inspect.signature(find_scheme(name)).parameters)
 
 
 def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:
@@ -282,17 +273,14 @@ def load_config(location: str | Path) -> ConfigDict:
             f"--config={path}: there is no such file in {Path.cwd()}: run from the repository, "
             "or pass the whole path"
         )
-    get_config = runpy.run_path(path).get("get_config")
-    needs = "a function that returns base_config() with changes"
-    require(f"--config={path}: get_config", get_config, needs, callable)
-    words = row.split(",") if row else []
-    columns = inspect.signature(get_config).parameters
-    if len(words) > len(columns):
-        raise InputError(f"--config={location} has more words than the file takes: {len(columns)}")
-    choices = dict(zip(columns, words, strict=False))
-    annotated = {name: choices[name] for name in choices if name in get_config.__annotations__}
+    get_config = runpy.run_path(path)["get_config"]
+    try:
+        words = inspect.signature(get_config).bind(*row.split(",") if row else ()).arguments
+    except TypeError as error:
+        raise InputError(f"--config={location}: {error}") from error
+    annotated = {name: words[name] for name in words if name in get_config.__annotations__}
     check_fields(get_config, annotated, f"--config={location}: ")
-    config = get_config(**choices)
+    config = get_config(**words)
     needs = "a ConfigDict: base_config() with changes"
     place = f"--config={path}: the value of get_config()"
     require(place, config, needs, lambda value: isinstance(value, ConfigDict))

@@ -32,8 +32,7 @@ def join(
     has a single process. `num_processes=1` disables the search. The coordinator, for example
     '10.0.0.1:1234', is process 0. JAX ends this process if the others do not join within `timeout`
     seconds. Later, it ends all processes if one of them is silent for `lost_timeout` seconds; one
-    that has crashed waits as long for the others. Raises `InputError` if the arguments are
-    incomplete or do not fit together.
+    that has crashed waits as long for the others.
     """
     given = (coordinator_address, num_processes, process_id)
     alone = given == (None, None, None) and not _in_cluster(os.environ)

@@ -15,9 +15,9 @@ import jax
 import numpy as np
 from etils import epath, epy
 
-from structinit_jax.errors import InputError
-from structinit_jax.files import is_url, parse_json, read_file, write_atomically
+from structinit_jax.files import is_url, read_file, write_atomically
 from structinit_jax.training import distributed
+from structinit_jax.training.optimizer import Schedule
 
 with epy.lazy_imports():  # only the first process of a training run needs them
     import tensorboardX
@@ -31,7 +31,8 @@ def average(steps: Mapping[int, dict[str, Any]]) -> dict[str, float]:
     every = list(steps.values())
     means = {f"train/{name}": float(np.mean([m[name] for m in every])) for name in every[0]}
     del means["train/finite"]
-    return means | {"train/learning_rate": float(every[-1]["learning_rate"])}
+    means["train/learning_rate"] = float(every[-1]["learning_rate"])
+    return means
 
 
 class MetricsLog:
@@ -110,13 +111,11 @@ def read_metrics(path: epath.PathLike, last_step: int) -> list[dict[str, Any]]:
     *lines, _ = read_file(path).split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
-            values = parse_json(line, path)
-            is_wanted = values["step"] <= last_step
-        except (InputError, LookupError, TypeError):
+            values = json.loads(line)
+            if values["step"] <= last_step:
+                metrics.append(values)
+        except (ValueError, LookupError, TypeError):
             print(f"note: {path}: line {number} cannot be read")
-            continue
-        if is_wanted:
-            metrics.append(values)
     return metrics
 
 
@@ -126,9 +125,8 @@ class Progress:
     tqdm would count evaluations as training time.
     """
 
-    def __init__(self, start_step: int, num_steps: int, steps_per_epoch: float, batch_size: int):
-        self._num_steps = num_steps
-        self._steps_per_epoch = steps_per_epoch
+    def __init__(self, start_step: int, schedule: Schedule, batch_size: int):
+        self._schedule = schedule
         self._batch_size = batch_size
         self._last_step = start_step
         self._last_time = time.perf_counter()
@@ -159,9 +157,10 @@ class Progress:
 
     def show(self, step: int, values: dict[str, float]) -> None:
         """Prints metrics, including the values that `measure` returned."""
-        left = (self._num_steps - step) * self._batch_size / values["images_per_second"]
+        schedule = self._schedule
+        left = (schedule.num_steps - step) * self._batch_size / values["images_per_second"]
         print(
-            f"step {step}/{self._num_steps}  epoch {step / self._steps_per_epoch:.1f}  "
+            f"step {step}/{schedule.num_steps}  epoch {step / schedule.steps_per_epoch:.1f}  "
             f"loss {values['train/loss']:.4f}  lr {values['train/learning_rate']:.2e}  "
             f"{values['images_per_second']:.0f} images/s  {format_duration(left)} left",
             flush=True,

@@ -141,7 +141,7 @@ class Evaluation(NamedTuple):
     """The results of an evaluation.
 
     `metrics` has 'eval/loss', the cross-entropy, and 'eval/accuracy'. `labels` and `predicted` are
-    the classes of all examples, and of padding, whose label is -1.
+    the classes of all examples.
     """
 
     metrics: dict[str, float]
@@ -159,7 +159,7 @@ def make_evaluator(
     """Returns a function that evaluates states of a model on all examples of a split.
 
     The model is on the mesh of the states. Batches have the size of those that training computes at
-    once, rounded up to a multiple of the number of devices: any gives the same sums.
+    once, rounded up to a multiple of the number of devices: any gives the same results.
     """
     data = config.data
     mesh = model.mesh
@@ -173,13 +173,13 @@ def make_evaluator(
         for batch in loader.eval_batches(batch_size=batch_size):
             parts.append(step(*state.weights, batch))
             jax.block_until_ready(parts[-MAX_IN_FLIGHT - 1 : -MAX_IN_FLIGHT])
-        total = jax.tree.map(lambda *values: np.stack(values), *jax.device_get(parts))
-        count = float(total["count"].sum())
+        every = jax.tree.map(lambda *values: np.concatenate(values), *jax.device_get(parts))
+        every = {name: values[every["mask"] > 0] for name, values in every.items()}
         metrics = {
-            "eval/loss": float(total["loss"].sum()) / count,
-            "eval/accuracy": float(total["correct"].sum()) / count,
+            "eval/loss": float(np.mean(every["loss"], dtype=np.float64)),
+            "eval/accuracy": float(np.mean(every["predicted"] == every["label"])),
         }
-        return Evaluation(metrics, total["label"].ravel(), total["predicted"].ravel())
+        return Evaluation(metrics, every["label"], every["predicted"])
 
     return evaluate
 
@@ -187,27 +187,21 @@ def make_evaluator(
 def make_eval_step(
     model: AbstractModel, mean: Sequence[float], std: Sequence[float]
 ) -> Callable[[dict, dict, Batch], Metrics]:
-    """Builds the evaluation step, `(params, model_state, batch) -> sums`.
+    """Builds the evaluation step, `(params, model_state, batch) -> results`.
 
-    The sums 'loss', 'correct' and 'count' are over the examples whose mask is 1. In addition there
-    are 'label' and 'predicted', the classes of each example; the label is -1 where the mask is 0.
-    `mean` and `std` are per channel, of pixels scaled to [0, 1].
+    The results are by example: the 'loss', the 'label' and the 'predicted' class, and the 'mask',
+    which is 0 for padding. `mean` and `std` are per channel, of pixels scaled to [0, 1].
     """
 
     def eval_step(params: dict, model_state: dict, batch: Batch) -> Metrics:
         images = normalize(batch["image"], tuple(mean), tuple(std))
         params = sharding.gather_outside_stacks(params, model.mesh, model.stacks)
         logits, _ = nnx.merge(model.graphdef, params, model_state)(images)
-        labels = batch["label"]
-        mask = batch["mask"]
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        predicted = logits.argmax(-1)
         return {
-            "loss": jnp.sum(jnp.where(mask > 0, losses, 0)),
-            "correct": jnp.sum((predicted == labels) * mask),
-            "count": jnp.sum(mask),
-            "label": jnp.where(mask > 0, labels, -1),
-            "predicted": predicted,
+            "loss": optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]),
+            "label": batch["label"],
+            "predicted": logits.argmax(-1),
+            "mask": batch["mask"],
         }
 
     return eval_step

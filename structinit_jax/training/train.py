@@ -141,13 +141,11 @@ def train(
         # The metrics of steps stay on the devices until they are logged: to wait for those of each
         # step would leave the devices idle until the host has started the next one.
         pending = {}
-        progress = Progress(
-            start_step, schedule.num_steps, schedule.steps_per_epoch, config.batch_size
-        )
+        progress = Progress(start_step, schedule, config.batch_size)
         trace = on_exit.enter_context(contextlib.ExitStack())
-        first_traced = start_step + profile_step if profile_step else schedule.num_steps + 1
+        first_traced = start_step + profile_step if profile_step else None
         if profile_step and first_traced > schedule.num_steps:
-            print(f"note: profile_step={profile_step} is beyond the last step: nothing is traced")
+            print(f"note: profile_step={profile_step} is beyond the last step: no step is traced")
         # The seed is on the devices, since the loop transfers nothing implicitly.
         seed = jax.device_put(np.uint32(config.seed), sharding.replicated(mesh))
         stop_request = on_exit.enter_context(stop_request or distributed.StopRequest())
@@ -163,7 +161,7 @@ def train(
             pending[step] = metrics
             # The host is at most this many steps ahead, as each holds the memory of a batch.
             jax.block_until_ready(pending.get(step - MAX_IN_FLIGHT))
-            if step == first_traced + 3:
+            if profile_step and step == first_traced + 3:
                 jax.block_until_ready(state)
                 trace.close()
             if step == start_step + 1:
