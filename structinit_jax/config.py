@@ -214,7 +214,7 @@ Overrides = Sequence[tuple[str, str]]  # fields, such as 'model.depth', and the 
 
 
 def set_fields(config: ConfigDict, overrides: Overrides) -> None:
-    """Sets fields as the command line does, in any order; for errors see `set_field`."""
+    """Sets fields as the command line does, in any order."""
     # The options of a scheme can be set once its name is.
     for field, text in sorted(overrides, key=lambda override: override[0] != "attention_init.name"):
         set_field(config, field, text)
@@ -224,8 +224,7 @@ def set_field(config: ConfigDict, field: str, text: str) -> None:
     """Sets a field, such as 'model.depth', as `--config.FIELD=VALUE` does.
 
     Options of the scheme need not be in `attention_init` before, unlike the fields that
-    `ml_collections.config_flags` can set. For the name of the scheme see `set_scheme`. Raises
-    `InputError` if there is no such field, or if the value has another type.
+    `ml_collections.config_flags` can set. For the name of the scheme see `set_scheme`.
     """
     if field == "attention_init.name":
         return set_scheme(config, text)

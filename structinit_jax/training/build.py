@@ -268,8 +268,7 @@ def memory_limit() -> int | None:
 def check_memory(step: jax.stages.Compiled, limit: int | None) -> str:
     """Returns the memory that a compiled step needs, such as '7,112 MiB of 14,515 MiB'.
 
-    `limit` is the number of bytes of one device that programs can use, None if unknown. Raises
-    `InputError` if it does not suffice.
+    `limit` is the number of bytes of one device that programs can use, None if unknown.
     """
     needed = bytes_needed(step)
     if limit is None:

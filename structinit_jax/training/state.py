@@ -166,7 +166,7 @@ def initialize_from_file(
     """Selects the weights of a model from those of a larger one in a safetensors file.
 
     This is the method of Xu et al. 2024, "Initializing Models with Larger Ones". The head is drawn.
-    Returns parameters and model state. Raises `InputError` if the file's weights do not fit.
+    Returns parameters and model state.
     """
     try:
         teacher = load_file(Path(path).expanduser())

@@ -36,8 +36,7 @@ COMPUTATION = ("model.drop_path", "model.dtype", "model.remat")
 def open_workdir(workdir: epath.PathLike) -> Iterator[epath.Path]:
     """Creates and locks the output directory of a run within the context.
 
-    In object storage there is no lock: make sure that one run at a time uses a directory. Raises
-    `InputError` if the directory cannot be used, or if another run uses it.
+    In object storage there is no lock: make sure that one run at a time uses a directory.
     """
     if is_url(workdir):
         yield open_path(workdir)
@@ -51,10 +50,7 @@ def open_workdir(workdir: epath.PathLike) -> Iterator[epath.Path]:
 
 
 def prepare_workdir(workdir: epath.PathLike) -> Path:
-    """Creates the output directory and returns its absolute path.
-
-    Raises `InputError` if it cannot be created or written to, or is a URL.
-    """
+    """Creates the output directory and returns its absolute path."""
     if is_url(workdir):
         raise InputError(f"workdir={workdir} is a URL, but this command needs a directory")
     path = Path(workdir).expanduser().absolute()
@@ -71,8 +67,7 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
     """Holds an exclusive lock on the directory within the context.
 
     The operating system releases the lock when the process ends, even after a SIGKILL. Between
-    hosts the lock works only if the network file system supports it. Raises `InputError` if another
-    run holds it.
+    hosts the lock works only if the network file system supports it.
     """
     # filelock does not record which process holds a lock.
     with (workdir / LOCK).open("a+") as file:
@@ -139,8 +134,7 @@ def check_resume(
     """Checks that a run of `num_steps` continues that of a checkpoint; prints changed fields.
 
     `saved` is the record of the checkpoint, `record` that of the run. `place` names the checkpoint
-    in messages, for example 'step 400 in /tmp/digits'. Raises `InputError` if the training data or
-    a field that must not change on resume have changed, or if the checkpoint is beyond the end.
+    in messages, for example 'step 400 in /tmp/digits'.
     """
     if changed := check_config(saved["config"], config, decides_run, place):
         print(f"config changed since the checkpoint:\n{changed}")
