@@ -273,10 +273,12 @@ def load_config(location: str | Path) -> ConfigDict:
             "or pass the whole path"
         )
     get_config = runpy.run_path(path)["get_config"]
+    signature = inspect.signature(get_config)
     try:
-        words = inspect.signature(get_config).bind(*row.split(",") if row else ()).arguments
+        words = signature.bind(*row.split(",") if row else ()).arguments
     except TypeError as error:
-        raise InputError(f"--config={location}: {error}") from error
+        columns = ", ".join(signature.parameters)
+        raise InputError(f"--config={location}: {error}: a row is {columns}") from error
     annotated = {name: words[name] for name in words if name in get_config.__annotations__}
     check_fields(get_config, annotated, f"--config={location}: ")
     config = get_config(**words)

@@ -6,7 +6,6 @@ import json
 import math
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,7 @@ class MetricsLog:
         lines = read_metrics(earlier, start_step) if start_step else []
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
         self._lines = self._files.enter_context(path.open("a"))
-        suffix = f".{uuid.uuid4().hex[:8]}"  # two starts may share a second
+        suffix = f".{start_step}"  # Two starts may share a second.
         # The thread of a `SummaryWriter` prints a traceback when the disk is full.
         self._events = tensorboardX.event_file_writer.EventsWriter(str(folder / "events"), suffix)
         # TensorBoard drops the events of earlier files from this step on.
