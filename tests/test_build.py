@@ -1,4 +1,4 @@
-"""The memory of the training step, and the fields that save it."""
+"""The parts of a run that a config describes, and the memory of its step."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,17 @@ import pytest
 from conftest import set_up
 
 from structinit_jax.errors import InputError
+from structinit_jax.training import build
 from structinit_jax.training.build import bytes_needed, check_memory, explain_out_of_memory
+
+
+def test_a_split_that_overlaps_the_training_split_is_noted(tiny_config, capsys):
+    assert "note" not in capsys.readouterr().out
+    build.open_splits(tiny_config, build.open_data(tiny_config))
+    assert capsys.readouterr().out == ""
+    tiny_config.data.eval_split = "train[300:400]"
+    build.open_splits(tiny_config, build.open_data(tiny_config))
+    assert capsys.readouterr().out.startswith("note: training sees 84 examples of the evaluation")
 
 
 def test_a_step_must_fit_the_memory():

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from structinit_jax import evaluate, export
 from structinit_jax.data.loader import DeviceLoader
 from structinit_jax.errors import InputError, StoppedError
-from structinit_jax.training import build, checkpoint, train
+from structinit_jax.training import checkpoint, train
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -199,15 +199,6 @@ def test_mistakes_are_refused_before_training(tiny_config, tmp_path, field, valu
     tiny_config.update_from_flattened_dict({field: value})
     with pytest.raises(InputError, match=message):
         train.train(tiny_config, tmp_path)
-
-
-def test_a_split_that_overlaps_the_training_split_is_noted(tiny_config, capsys):
-    assert "note" not in capsys.readouterr().out
-    build.open_splits(tiny_config, build.open_data(tiny_config))
-    assert capsys.readouterr().out == ""
-    tiny_config.data.eval_split = "train[300:400]"
-    build.open_splits(tiny_config, build.open_data(tiny_config))
-    assert capsys.readouterr().out.startswith("note: training sees 84 examples of the evaluation")
 
 
 def cross_entropy_of_known_classes(logits, targets):

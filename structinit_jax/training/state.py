@@ -179,12 +179,9 @@ def initialize_from_file(
     student = nnx.merge(model.graphdef, *jax.device_get(draw(np.uint32(seed))))
     with prefixed(f"config.start_from={path!r} does not fit the model: "):
         student = select_weights(teacher, student)
-
-    def place(weight, like):
-        weight = np.asarray(weight)
-        return jax.make_array_from_callback(like.shape, like.sharding, lambda i: weight[i])
-
-    return jax.tree.map(place, split_model(student)[1:], (model.params, model.model_state))
+    weights = jax.tree.map(np.asarray, split_model(student)[1:])
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (model.params, model.model_state))
+    return jax.device_put(weights, shardings)
 
 
 def initialize_state(
