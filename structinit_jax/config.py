@@ -272,7 +272,9 @@ def load_config(location: str | Path) -> ConfigDict:
             f"--config={path}: there is no such file in {Path.cwd()}: run from the repository, "
             "or pass the whole path"
         )
-    get_config = runpy.run_path(path)["get_config"]
+    get_config = runpy.run_path(path).get("get_config")
+    needs = "a function that returns base_config() with changes"
+    require(f"--config={path}: get_config", get_config, needs, callable)
     signature = inspect.signature(get_config)
     try:
         words = signature.bind(*row.split(",") if row else ()).arguments

@@ -161,6 +161,8 @@ def test_nothing_of_another_program_is_deleted(directory, capsys):
         assert not (directory / "12").exists()
         for step in (16, 17, 18, 19):
             save(checkpoints, step)
+        with pytest.raises(InputError, match="24 has state/ next to"):
+            save(checkpoints, 24)
     assert all(path.exists() for path in others)
     assert f"note: skipping checkpoint {directory / '24'}: " in capsys.readouterr().out
 

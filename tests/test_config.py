@@ -169,9 +169,13 @@ def test_the_row_after_the_colon_gives_the_arguments_of_get_config(tmp_path):
             config_lib.load_config(f"{file}:{row}")
     with pytest.raises(InputError, match="no such file"):
         config_lib.load_config(folder / "d.py")
-    (folder / "e.py").write_text("get_config = lambda: {}")
-    with pytest.raises(InputError, match=r"get_config\(\)=\{\}"):
-        config_lib.load_config(folder / "e.py")
+    for text, word in (
+        ("", "get_config=None"),
+        ("get_config = lambda: {}", r"get_config\(\)=\{\}"),
+    ):
+        (folder / "e.py").write_text(text)
+        with pytest.raises(InputError, match=word):
+            config_lib.load_config(folder / "e.py")
     file.write_text(FILE.replace(': Literal["cifar10", "stl10"]', ""))
     assert config_lib.load_config(f"{file}:mnist").data.name == "mnist"
 

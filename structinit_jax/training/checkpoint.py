@@ -99,6 +99,11 @@ class Checkpoints:
         if not self._staged:
             folder.mkdir(exist_ok=True)
         if jax.process_index() == 0:
+            if (folder / STATE).exists() and not files_lib.is_ours(folder):
+                raise InputError(
+                    f"{folder} has {STATE}/ next to files of another program: move the folder away "
+                    "and run the same command again to resume"
+                )
             (folder / RUN).unlink(missing_ok=True)  # of a damaged checkpoint of the same step
         files_lib.index_path(folder, jax.process_index()).unlink(missing_ok=True)
         # On TPUs, and between processes, Orbax makes implicit transfers.

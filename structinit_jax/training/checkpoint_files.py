@@ -43,9 +43,14 @@ def step_folders(directory: epath.PathLike) -> list[epath.Path]:
 
 
 def remove_unfinished(folder: epath.Path) -> None:
-    """Deletes a checkpoint without `run.json`, half written or deleted, and no other folder."""
-    if not (folder / RUN).exists() and all(_PART.fullmatch(path.name) for path in folder.iterdir()):
+    """Deletes a checkpoint without `run.json`: half written, or half deleted."""
+    if not (folder / RUN).exists() and is_ours(folder):
         folder.rmtree()
+
+
+def is_ours(folder: epath.Path) -> bool:
+    """Whether a folder holds nothing but parts of a checkpoint of this program."""
+    return all(_PART.fullmatch(path.name) for path in folder.iterdir())
 
 
 def index_path(folder: epath.Path, process: int) -> epath.Path:
