@@ -32,8 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, PRNGKeyArray
 
-from structinit_jax.attention_init.draws import random_rotations
-from structinit_jax.attention_init.near_identity import near_identity
+from structinit_jax.attention_init import draws
 from structinit_jax.attention_init.sites import (
     ConvSite,
     ConvWeights,
@@ -55,7 +54,7 @@ def mlp_mimetic(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
     """Uses mimetic attention's logits, 0.7 U + 0.7 I with uniform noise U, as the map itself."""
     noise_rng, rotation_rng = jax.random.split(rng)
     shape = (site.num_layers, site.num_tokens)
-    maps = near_identity(noise_rng, shape, noise=0.7, identity=0.7)
+    maps = draws.near_identity(noise_rng, shape, noise=0.7, identity=0.7)
     # The basis of the identity serves all layers, since their maps are close to it.
     basis = output_basis(np.eye(site.num_tokens)[None], site)
     return TokenMixingWeights(*_factor_maps(rotation_rng, maps, jnp.asarray(basis), site.hidden))
@@ -100,17 +99,12 @@ def output_basis(
 def _factor_maps(rng, maps, bases, hidden):
     """Returns fc1 and fc2 that map u to U Uᵀ M u; M [L, N, N], U [#L, N, k]."""
     layers = len(maps)
-    pairs = hidden // 2
     rank = bases.shape[-1]
-    rotations = random_rotations(rng, (layers, pairs, rank))
+    rotations = draws.random_rotations(rng, (layers, hidden // 2, rank))
     bases = jnp.broadcast_to(bases, (layers, *bases.shape[1:]))
     second = jnp.einsum("Lmk,Lpk->Lpm", bases, rotations)
     first = jnp.einsum("Lpm,Lmn->Lnp", second, maps)
-    odd = hidden % 2  # an unpaired unit copies the first pair's input weights and outputs nothing
-    return (
-        jnp.concatenate([first, -first, first[:, :, :odd]], axis=2),
-        jnp.concatenate([second, -second, jnp.zeros_like(second[:, :odd])], axis=1),
-    )
+    return jnp.concatenate([first, -first], axis=2), jnp.concatenate([second, -second], axis=1)
 
 
 # -- depthwise convolutions ------------------------------------------------------------------------
@@ -126,8 +120,7 @@ def conv_default(rng: PRNGKeyArray, site: ConvSite) -> ConvWeights:
 def conv_impulse(rng: PRNGKeyArray, site: ConvSite, *, filters: FilterArray | None) -> ConvWeights:
     """Gives each channel an impulse at one of the f² places of the kernel, or one of `filters`."""
     size = site.kernel_size
-    bank = impulse_kernels(size) if filters is None else filters
-    bank = np.asarray(bank, np.float32)
+    bank = impulse_kernels(size, size) if filters is None else np.asarray(filters, np.float32)
     needs = f"[F, {size}, {size}] for a ConvSite with kernel_size={size}"
     require("filters.shape", bank.shape, needs, lambda shape: shape[1:] == (size, size))
     filter_index = assign(rng, (site.num_layers, site.width), len(bank))
