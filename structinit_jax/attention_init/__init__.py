@@ -102,7 +102,7 @@ def impulse(
       dilation: Distance in tokens between neighboring taps of a kernel.
       target_mass: Share of its attention that a token pays to the target, which sets how sharp the
         maps are. It must be larger than that of uniform attention, 1 / N on an impulse; a window
-        where it is not keeps a zero bias.
+        where it is not keeps a zero bias. `weights.report` has the share that the solve reached.
       replace_positions: Whether a sin-cos encoding replaces learned positions. If false, learned
         positions are multiplied by 18, as in 2025, and the weights are solved for these.
 

@@ -55,7 +55,8 @@ class AttentionStack(_Site):
     head_dim: PositiveInt
     num_layers: PositiveInt
     qk_scale: PositiveFloat
-    base_init: Literal["timm", "pytorch"] = dataclasses.field(default="timm", kw_only=True)
+    _: dataclasses.KW_ONLY
+    base_init: Literal["timm", "pytorch"] = "timm"
 
     @property
     def sizes(self) -> AttentionStack:
@@ -134,8 +135,9 @@ class RotarySite(AttentionStack):
     The other arguments are those of `AttentionSite`.
     """
 
-    angles: np.ndarray | jax.Array = dataclasses.field(kw_only=True)
-    pairs: Literal["interleaved", "halves"] = dataclasses.field(default="interleaved", kw_only=True)
+    _: dataclasses.KW_ONLY
+    angles: np.ndarray | jax.Array
+    pairs: Literal["interleaved", "halves"] = "interleaved"
 
     def __post_init__(self):
         super().__post_init__()
@@ -301,8 +303,7 @@ def start_positions(
 ) -> Float[Array | np.ndarray, "N D"]:
     """Returns the positions that a model starts with, given its `trained_positions`.
 
-    They are NumPy's if this process can read them. Raises `InputError` if there are none, or if
-    they are equal for all tokens or not finite.
+    They are NumPy's if this process can read them.
     """
     positions = new.get("positions", site.positions)
     if positions is None:
