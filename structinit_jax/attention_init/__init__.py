@@ -36,14 +36,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from structinit_jax.attention_init import (
-    absolute,
-    draws,
-    published,
-    rotary,
-    token_mixing,
-    windows,
-)
+from structinit_jax.attention_init import absolute, draws, published, rotary, token_mixing, windows
 from structinit_jax.attention_init.published import PseudoInput
 from structinit_jax.attention_init.rotary import rotary_angles
 from structinit_jax.attention_init.sites import (

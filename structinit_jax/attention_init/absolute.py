@@ -26,7 +26,6 @@ from structinit_jax.attention_init.sites import (
     AttentionWeights,
     layer_norm,
     start_positions,
-    trained_positions,
 )
 from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps
 
@@ -57,8 +56,9 @@ def impulse(
     """
     targets = filter_maps(site.grid, kernel_size, filters, dilation)
     solve.require_above_uniform(target_mass, targets)
-    new_positions = trained_positions(site, replace=replace_positions, scale=POSITION_SCALE)
-    positions = start_positions(site, new_positions)
+    positions, new_positions = start_positions(
+        site, replace=replace_positions, scale=POSITION_SCALE
+    )
     is_learned = "position_scale" in new_positions
     if is_learned:
         z, basis = solve.learned_row_space(layer_norm(jnp.asarray(positions)))

@@ -15,11 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from structinit_jax.attention_init.sites import (
-    AttentionStack,
-    AttentionWeights,
-    trained_positions,
-)
+from structinit_jax.attention_init.sites import AttentionStack, AttentionWeights, trained_positions
 from structinit_jax.errors import InputError
 
 # -- the baselines ---------------------------------------------------------------------------------

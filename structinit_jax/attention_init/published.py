@@ -16,7 +16,6 @@ from structinit_jax.attention_init.sites import (
     SolveReport,
     layer_norm,
     start_positions,
-    trained_positions,
 )
 from structinit_jax.attention_init.solve import report_on_maps
 from structinit_jax.attention_init.targets import filter_maps
@@ -53,8 +52,8 @@ def impulse_2024(
     replaced by the sin-cos encoding. At equal norms, `impulse` gets closer to the targets, and much
     faster.
     """
-    new_positions = trained_positions(site, replace=True, scale=1.0)
-    positions = jnp.asarray(start_positions(site, new_positions))
+    positions, new_positions = start_positions(site, replace=True, scale=1.0)
+    positions = jnp.asarray(positions)
     offset_rng, input_rng, solve_rng = jax.random.split(rng, 3)
     targets = jnp.asarray(filter_maps(site.grid, kernel_size))
     shared = 1 + (first_input != following_input) if same_layers else site.num_layers
@@ -165,14 +164,16 @@ def impulse_2025(
     elsewhere; `factor_logits` gives Q and K. Offsets go to heads in a fixed order, center first. V
     and projection are mimetic, with heads sorted by singular values, as in the program.
     """
-    new_positions = trained_positions(site, replace=replace_positions, scale=position_scale)
+    positions, new_positions = start_positions(
+        site, replace=replace_positions, scale=position_scale
+    )
     noise_rng, vo_rng, _ = jax.random.split(rng, 3)
     targets = jnp.asarray(filter_maps(site.grid))
     order = np.resize(CENTER_FIRST, site.num_heads) % len(targets)  # A row of tokens has three.
     filter_index = jnp.asarray(np.tile(order, (site.num_layers, 1)), jnp.int32)
     query, key, report = _solve_2025(
         noise_rng,
-        layer_norm(jnp.asarray(start_positions(site, new_positions)), PSEUDO_INPUT_EPSILON),
+        layer_norm(jnp.asarray(positions), PSEUDO_INPUT_EPSILON),
         targets,
         filter_index,
         head_dim=site.head_dim,

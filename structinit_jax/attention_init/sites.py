@@ -6,7 +6,7 @@ Also the sin-cos position encoding, and what schemes do with the positions of a 
 from __future__ import annotations  # so that signatures show the names of checked types
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
@@ -14,14 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from structinit_jax.checks import (
-    Check,
-    PositiveFloat,
-    PositiveInt,
-    check_fields,
-    is_count,
-    require,
-)
+from structinit_jax.checks import Check, PositiveFloat, PositiveInt, check_fields, is_count, require
 from structinit_jax.errors import InputError
 
 # -- sites -----------------------------------------------------------------------------------------
@@ -299,12 +292,13 @@ def trained_positions(site: AttentionStack, *, replace: bool, scale: float) -> d
 
 
 def start_positions(
-    site: AttentionSite, new: Mapping[str, Any]
-) -> Float[Array | np.ndarray, "N D"]:
-    """Returns the positions that a model starts with, given its `trained_positions`.
+    site: AttentionSite, *, replace: bool, scale: float
+) -> tuple[Float[Array | np.ndarray, "N D"], dict[str, Any]]:
+    """Returns the positions that a model starts with, and its `trained_positions`.
 
-    They are NumPy's if this process can read them.
+    The positions are NumPy's if this process can read them.
     """
+    new = trained_positions(site, replace=replace, scale=scale)
     positions = new.get("positions", site.positions)
     if positions is None:
         raise InputError(
@@ -318,7 +312,7 @@ def start_positions(
                 "AttentionSite.positions are equal for all tokens or not finite: pass an encoding "
                 "that tells tokens apart, or use 'mimetic' or 'default'"
             )
-    return new.get("position_scale", 1) * positions
+    return new.get("position_scale", 1) * positions, new
 
 
 def is_concrete(array: Any) -> bool:
