@@ -219,8 +219,6 @@ class TokenMixingWeights(NamedTuple):
 
     fc1: Float[Array, "L N hidden"] | None = None
     fc2: Float[Array, "L hidden N"] | None = None
-    filter_index: Int[Array, " L"] | None = None  # each layer's filter among `targets`
-    targets: Float[Array | np.ndarray, "F N N"] | None = None  # the filters as maps
 
 
 class ConvWeights(NamedTuple):

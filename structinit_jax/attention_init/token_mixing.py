@@ -64,13 +64,13 @@ def mlp_impulse(
     dilation: int,
 ) -> TokenMixingWeights:
     """Gives each layer one filter, exactly or at the rank that its hidden units allow."""
-    maps = filter_maps(site.grid, kernel_size, filters, dilation)
+    targets = filter_maps(site.grid, kernel_size, filters, dilation)
+    bases = output_basis(targets, site)
     order_rng, rotation_rng = jax.random.split(rng)
-    targets = jnp.asarray(maps)
-    bases = jnp.asarray(output_basis(maps, site))
-    index = assign(order_rng, (site.num_layers, 1), len(maps))[:, 0]
-    fc1, fc2 = _factor_maps(rotation_rng, targets[index], bases[index], site.hidden)
-    return TokenMixingWeights(fc1, fc2, index, maps)
+    index = assign(order_rng, (site.num_layers, 1), len(targets))[:, 0]
+    maps = jnp.asarray(targets)[index]
+    bases = jnp.asarray(bases)[index]
+    return TokenMixingWeights(*_factor_maps(rotation_rng, maps, bases, site.hidden))
 
 
 def output_basis(
