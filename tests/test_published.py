@@ -12,7 +12,7 @@ from structinit_jax import attention_init
 from structinit_jax.attention_init import AttentionSite, published, sincos_positions
 from structinit_jax.attention_init.published import draw_pseudo_input
 from structinit_jax.attention_init.sites import layer_norm
-from structinit_jax.attention_init.targets import convolution_maps, impulse_kernels
+from structinit_jax.attention_init.targets import filter_maps
 
 # Few steps and small models leave the papers' targets out of reach.
 pytestmark = pytest.mark.filterwarnings("ignore:only .* of the attention rows")
@@ -69,14 +69,13 @@ def draw_as_torch(heads, width, head_dim):
 def test_2024_reaches_the_programs_figures(library_promotion):
     """Those of the authors' program after 3,000 steps, seed 0, width 192, 8 heads on 8×8 tokens."""
     offsets, query, key = draw_as_torch(8, 192, 24)
-    targets = convolution_maps(impulse_kernels(3), (8, 8))[offsets]
+    targets = filter_maps((8, 8))[offsets]
     positions = sincos_positions((8, 8), 192)
     query, key, report = optimize_2024(query, key, positions, targets, 3000, OPTIMIZED)
     np.testing.assert_allclose(report.loss, 0.00331, rtol=0.01)
     np.testing.assert_allclose(report.target_mass, 0.609, rtol=0.01)
     norms = [np.linalg.norm(f, axis=(1, 2)).mean() for f in (query, key)]
     np.testing.assert_allclose(norms, (3.26, 8.46), rtol=0.01)
-    np.testing.assert_allclose(report.norm, np.sqrt(np.prod(norms) / 24), rtol=0.01)
 
 
 def test_2024_layers_are_equal_or_fresh_and_take_their_pseudo_inputs(
@@ -84,8 +83,8 @@ def test_2024_layers_are_equal_or_fresh_and_take_their_pseudo_inputs(
 ):
     same = attention_init.impulse_2024(max_steps=2)(jax.random.key(0), SITE)
     assert np.array_equal(same.query[0], same.query[2])
-    # Columns of Q and rows of K are as long as those of a uniform draw up to (h d)^-1/2.
-    np.testing.assert_allclose(same.report.norm, 3**-0.5 * (32 / 8) ** 0.25, rtol=0.03)
+    # Columns of Q are as long as those of a uniform draw up to (h d)^-1/2.
+    np.testing.assert_allclose(np.linalg.norm(same.query, axis=1), 3**-0.5, rtol=0.03)
     fresh = attention_init.impulse_2024(max_steps=2, same_layers=False)(jax.random.key(0), SITE)
     assert not np.array_equal(fresh.query[0], fresh.query[2])
     names = []
@@ -139,7 +138,7 @@ def test_2024_without_rescaling_is_algorithm_1_as_printed(library_promotion):
     rng = np.random.default_rng(0)
     start = rng.uniform(-0.25, 0.25, (2, 2, 16, 8)).astype(np.float32)
     positions = sincos_positions((4, 4), 16)
-    targets = convolution_maps(impulse_kernels(3), (4, 4))[[1, 5]]
+    targets = filter_maps((4, 4))[[1, 5]]
     expected = adam_in_float64(*start, layer_norm(positions, 1e-5), targets, 8**-0.5, steps=3)
     solve = functools.partial(
         published.optimize_2024,
@@ -173,7 +172,7 @@ def test_2025_target_scale_noise_and_norms_are_options():
     np.testing.assert_array_equal(weights.out, 0.5 * base.out)
     noise_rng = jax.random.split(jax.random.split(jax.random.key(0), 3)[0], 12)[0]
     noise = 0.6 * jax.random.truncated_normal(noise_rng, -2 / 0.6, 2 / 0.6, (36, 36))
-    target = convolution_maps(impulse_kernels(3), LEARNED.grid)[4]
+    target = filter_maps(LEARNED.grid)[4]
     logits = 40.0 * target + np.asarray(noise, np.float64) * (target == 0)
     x = layer_norm(18 * np.asarray(LEARNED.positions), 1e-5)
     u, s, vt = np.linalg.svd(x, full_matrices=False)
@@ -191,7 +190,7 @@ def test_2025_solves_for_the_encoding_that_replaces_learned_positions():
     np.testing.assert_array_equal(weights.query, fixed.query)
 
 
-def test_2025_weights_are_those_of_its_parts():
+def test_2025_reports_on_the_maps_of_its_weights():
     weights = attention_init.impulse_2025()(jax.random.key(0), LEARNED)
     assert (weights.positions, weights.position_scale) == (None, 18)
     assert weights.filter_index.tolist() == [[4, 1, 5, 3]] * 3
@@ -203,16 +202,11 @@ def test_2025_weights_are_those_of_its_parts():
         * np.einsum("nD,LDhd,LEhd,mE->Lhnm", x, weights.query, weights.key, x, optimize=True),
         axis=-1,
     )
-    targets = convolution_maps(impulse_kernels(3), LEARNED.grid)[weights.filter_index]
+    targets = filter_maps(LEARNED.grid)[weights.filter_index]
     mass = np.mean(np.sum(maps * targets, axis=(2, 3)) / np.sum(targets, axis=(2, 3)))
     np.testing.assert_allclose(weights.report.target_mass, mass, rtol=1e-3)
     np.testing.assert_allclose(weights.report.loss, np.mean((maps - targets) ** 2), rtol=1e-3)
-    # The noise is small beside the target logits, and drawn for each layer.
-    for head, target in enumerate(targets[0]):
-        query, key = published.factor_logits(jnp.asarray(x), jnp.asarray(target), 8)
-        product = weights.query[0, :, head] @ weights.key[0, :, head].T / 7**2
-        assert np.linalg.norm(product - query @ key.T) < 0.05 * np.linalg.norm(product)
-    assert not np.array_equal(weights.query[0], weights.query[1])
+    assert not np.array_equal(weights.query[0], weights.query[1])  # each layer has its own noise
     assert attention_init.impulse_2025()(jax.random.key(0), SITE).position_scale is None
 
 

@@ -28,6 +28,7 @@ target map H [N, N] of a convolution, attention map M = softmax(σ X Q Kᵀ Xᵀ
 from __future__ import annotations  # so that signatures show the names of checked types
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -35,15 +36,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from structinit_jax.attention_init import (
-    absolute,
-    draws,
-    near_identity,
-    published,
-    rotary,
-    token_mixing,
-    windows,
-)
+from structinit_jax.attention_init import absolute, draws, published, rotary, token_mixing, windows
 from structinit_jax.attention_init.published import PseudoInput
 from structinit_jax.attention_init.rotary import rotary_angles
 from structinit_jax.attention_init.sites import (
@@ -59,8 +52,10 @@ from structinit_jax.attention_init.sites import (
     TokenMixingWeights,
     Weights,
     WindowSite,
+    is_concrete,
     sincos_positions,
 )
+from structinit_jax.attention_init.solve import reach_warning
 from structinit_jax.attention_init.targets import FilterArray, OddInt, OpenFraction
 from structinit_jax.checks import NonNegativeFloat, PositiveFloat, PositiveInt, check_fields
 from structinit_jax.errors import InputError
@@ -98,7 +93,7 @@ def impulse(
       dilation: Distance in tokens between neighboring taps of a kernel.
       target_mass: Share of its attention that a token pays to the target, which sets how sharp the
         maps are. It must be larger than that of uniform attention, 1 / N on an impulse; a window
-        where it is not keeps a zero bias.
+        where it is not keeps a zero bias. `weights.report` has the share that the solve reached.
       replace_positions: Whether a sin-cos encoding replaces learned positions. If false, learned
         positions are multiplied by 18, as in 2025, and the weights are solved for these.
 
@@ -242,7 +237,7 @@ def mimetic(
         mimetic,
         locals(),
         {
-            **_attention_baselines(near_identity.mimetic),
+            **_attention_baselines(draws.mimetic_weights),
             TokenMixingSite: token_mixing.mlp_mimetic,
         },
     )
@@ -311,11 +306,6 @@ def _by_site(
             "leave it out, or set replace_positions=False"
         )
 
-    taken = {
-        site_type: options.keys() & inspect.signature(function).parameters.keys()
-        for site_type, function in functions.items()
-    }
-
     def init(rng: jax.Array, site: Site) -> Weights:
         kind = type(site)
         if kind not in functions:
@@ -323,37 +313,19 @@ def _by_site(
             raise InputError(
                 f"{scheme.__name__} is for {known}, not for a {kind.__name__}: use default()"
             )
-        for name in changed.keys() - taken[kind]:
+        taken = options.keys() & inspect.signature(functions[kind]).parameters.keys()
+        for name in changed.keys() - taken:
             raise InputError(
                 f"{name}={changed[name]!r} does not apply to a {kind.__name__}: leave it out"
             )
         # TPUs would multiply in bfloat16: too coarse for a solve, and their compiler crashes on it.
         with jax.default_matmul_precision("highest"):
-            return functions[kind](rng, site, **{name: options[name] for name in taken[kind]})
+            weights = functions[kind](rng, site, **{name: options[name] for name in taken})
+        report = getattr(weights, "report", None)
+        if report is not None and is_concrete(report.hit_rate):
+            message = reach_warning(report)
+            if message:
+                warnings.warn(message, stacklevel=2)
+        return weights
 
     return init
-
-
-__all__ = [
-    "SCHEMES",
-    "AttentionInit",
-    "AttentionSite",
-    "AttentionWeights",
-    "ConvSite",
-    "ConvWeights",
-    "RotarySite",
-    "Site",
-    "SolveReport",
-    "TokenMixingSite",
-    "TokenMixingWeights",
-    "Weights",
-    "WindowSite",
-    "default",
-    "impulse",
-    "impulse_2024",
-    "impulse_2025",
-    "impulse_mimetic",
-    "mimetic",
-    "rotary_angles",
-    "sincos_positions",
-]

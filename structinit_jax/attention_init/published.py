@@ -9,17 +9,15 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from structinit_jax.attention_init.draws import trunc_normal
-from structinit_jax.attention_init.near_identity import mimetic_vo, split_product
+from structinit_jax.attention_init.draws import mimetic_vo, split_product, trunc_normal
 from structinit_jax.attention_init.sites import (
     AttentionSite,
     AttentionWeights,
     SolveReport,
     layer_norm,
     start_positions,
-    trained_positions,
 )
-from structinit_jax.attention_init.solve import report_on_maps, warn_if_out_of_reach
+from structinit_jax.attention_init.solve import report_on_maps
 from structinit_jax.attention_init.targets import filter_maps
 
 PseudoInput = Literal["positions", "uniform", "gaussian", "positions+uniform", "positions+gaussian"]
@@ -50,8 +48,8 @@ def impulse_2024(
     replaced by the sin-cos encoding. At equal norms, `impulse` gets closer to the targets, and much
     faster.
     """
-    new_positions = trained_positions(site, replace=True, scale=1.0)
-    positions = jnp.asarray(start_positions(site, new_positions))
+    positions, new_positions = start_positions(site, replace=True, scale=1.0)
+    positions = jnp.asarray(positions)
     offset_rng, input_rng, solve_rng = jax.random.split(rng, 3)
     targets = jnp.asarray(filter_maps(site.grid, kernel_size))
     shared = 1 + (first_input != following_input) if same_layers else site.num_layers
@@ -62,24 +60,22 @@ def impulse_2024(
         draw_pseudo_input(rng, name, positions)
         for rng, name in zip(jax.random.split(input_rng, num_solved), names, strict=True)
     ]
-    options = dict(
+    solve = functools.partial(
+        _solve_2024,
         head_dim=site.head_dim,
         qk_scale=site.sizes.qk_scale,
         max_steps=max_steps,
         rescale=rescale,
     )
-    solve = functools.partial(_solve_2024, **options)
     query, key, reports = jax.vmap(solve)(
         jax.random.split(solve_rng, num_solved), jnp.stack(inputs), targets[filter_index]
     )
-    report = jax.tree.map(jnp.mean, reports)
-    warn_if_out_of_reach(report)
     # The last solved layer is repeated for all layers that are equal to it.
     layer = np.minimum(np.arange(site.num_layers), num_solved - 1)
     return AttentionWeights(
         query[layer],
         key[layer],
-        report=report,
+        report=jax.tree.map(jnp.mean, reports),
         filter_index=filter_index[layer],
         targets=targets,
         **new_positions,
@@ -154,12 +150,7 @@ def optimize_2024(
         return optax.apply_updates(factors, updates), state
 
     query, key = factors = jax.lax.fori_loop(0, max_steps, body, (start, adam.init(start)))[0]
-    lengths = [jnp.linalg.norm(f, axis=(1, 2)) for f in factors]
-    report = report_on_maps(
-        targets,
-        maps(factors),
-        norm=jnp.sqrt(lengths[0] * lengths[1] / query.shape[-1]).mean(),
-    )
+    report = report_on_maps(targets, maps(factors))
     return jnp.moveaxis(query, 0, 1), jnp.moveaxis(key, 0, 1), report
 
 
@@ -181,7 +172,9 @@ def impulse_2025(
     elsewhere; `factor_logits` gives Q and K. Offsets go to heads in a fixed order, center first. V
     and projection are mimetic, with heads sorted by singular values, as in the program.
     """
-    new_positions = trained_positions(site, replace=replace_positions, scale=position_scale)
+    positions, new_positions = start_positions(
+        site, replace=replace_positions, scale=position_scale
+    )
     noise_rng, vo_rng, _ = jax.random.split(rng, 3)
     targets = jnp.asarray(filter_maps(site.grid))
     order = CENTER_FIRST
@@ -191,7 +184,7 @@ def impulse_2025(
     filter_index = jnp.asarray(np.tile(order, (site.num_layers, 1)), jnp.int32)
     query, key, report = _solve_2025(
         noise_rng,
-        layer_norm(jnp.asarray(start_positions(site, new_positions)), PSEUDO_INPUT_EPSILON),
+        layer_norm(jnp.asarray(positions), PSEUDO_INPUT_EPSILON),
         targets,
         filter_index,
         target_scale,
@@ -200,7 +193,6 @@ def impulse_2025(
         qk_scale=site.sizes.qk_scale,
         norm=query_key_norm,
     )
-    warn_if_out_of_reach(report)
     value, out = mimetic_vo(vo_rng, site, transposed=False)
     return AttentionWeights(
         query,
@@ -226,8 +218,7 @@ def _solve_2025(
         logits = target_scale * target + target_noise * jnp.where(target == 0, noise, 0)
         query, key = (norm * factor for factor in factor_logits(x, logits, head_dim))
         maps = jax.nn.softmax(qk_scale * (x @ query) @ (x @ key).T, axis=-1)
-        report = report_on_maps(target[None], maps[None], norm=norm / head_dim**0.5)
-        return query, key, report
+        return query, key, report_on_maps(target[None], maps[None])
 
     # Heads take turns: the N × N logits of all heads of a large model do not fit into memory.
     query, key, reports = jax.lax.map(

@@ -5,7 +5,6 @@ and the comparison of maps with targets serve all kinds of attention.
 """
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from structinit_jax.attention_init.draws import map_matrices
-from structinit_jax.attention_init.sites import SolveReport, is_concrete
-from structinit_jax.checks import require
+from structinit_jax.attention_init.sites import SolveReport
+from structinit_jax.errors import InputError
 
 # Maps with less mass on their targets than `sharp_mass` are those of that mass with weaker logits:
 # solved for directly, fewer of their rows would peak on the target.
@@ -91,9 +90,6 @@ def start_factors(
     centered = targets @ z - targets.mean(axis=-1)[..., None] * z.sum(axis=0)[None, None]
     inverse = 1 / (squared + START_REGULARIZATION**2 * squared.max())
     product = inverse[None, :, None] * xp.einsum("nr,fns->frs", z, centered) * inverse[None, None]
-    # A uniform target may project to zero, which cannot be normalized: start from the identity.
-    nothing = (product == 0).all(axis=(1, 2), keepdims=True)
-    product = xp.where(nothing, xp.eye(z.shape[1], dtype=z.dtype)[None], product)
     rank = min(head_dim, z.shape[1])
     u, s, vt = np.linalg.svd(product) if xp is np else map_matrices(jnp.linalg.svd, product)
     root = xp.sqrt(s[:, None, :rank])
@@ -178,8 +174,7 @@ def solve(
             return jnp.where(above, low, middle), jnp.where(above, middle, high)
 
         _, norm = jax.lax.fori_loop(0, SOFTEN_STEPS, halve, (jnp.zeros_like(norm), norm))
-    found = maps(factors, norm)
-    report = report_on_maps(targets, found, norm=norm.mean(), wanted_mass=target_mass or 0.0)
+    report = report_on_maps(targets, maps(factors, norm), target_mass or 0.0)
     return at_norm(factors[0], norm), at_norm(factors[1], norm), report
 
 
@@ -200,11 +195,12 @@ def loss_rows(target: Float[Array, "N N"], most: int) -> Int[Array, " n"]:
 def require_above_uniform(target_mass: float, targets: Float[np.ndarray, "F N N"]) -> None:
     """Raises `InputError` for a target mass that uniform attention to a target exceeds."""
     rows = (targets.max(axis=-1) > 0).sum(axis=-1)
-    uniform = float((np.minimum(targets, 1 / targets.shape[-1]).sum(axis=(1, 2)) / rows).max())
-    needs = f"above {uniform:.3g}, that of uniform attention on these targets"
-    if uniform > 0.99:
-        needs += ": pass a larger grid, or filters with fewer taps"
-    require("target_mass", target_mass, needs, lambda mass: mass > uniform)
+    uniform = (np.minimum(targets, 1 / targets.shape[-1]).sum(axis=(1, 2)) / rows).max()
+    if target_mass <= uniform:
+        raise InputError(
+            f"target_mass={target_mass} must be above {uniform:.3g}, that of uniform attention on "
+            "these targets: pass a larger one, a larger grid, or filters with fewer taps"
+        )
 
 
 def minimize(
@@ -289,35 +285,31 @@ def find_hits(
     return has_target & (at_peak == strongest), has_target
 
 
-def report_on_maps(targets, maps, *, norm, wanted_mass=0.0) -> SolveReport:
-    """Compares maps with targets, both [F, n, m]; the other arguments are copied to the report."""
+def report_on_maps(
+    targets: Float[Array, "F n m"], maps: Float[Array, "F n m"], wanted_mass: ArrayLike = 0.0
+) -> SolveReport:
+    """Compares attention maps with their targets; the wanted mass is copied to the report."""
     hits, has_target = find_hits(targets, maps)
     return SolveReport(
         loss=jnp.mean((targets - maps) ** 2),
         target_mass=jnp.mean(overlap(targets, maps)),
         wanted_mass=jnp.asarray(wanted_mass, jnp.float32),
         hit_rate=jnp.sum(hits, dtype=jnp.float32) / jnp.sum(has_target, dtype=jnp.float32),
-        norm=jnp.asarray(norm, jnp.float32),
     )
 
 
 def reach_warning(report: SolveReport) -> str | None:
     """Returns a warning if the maps are far from their targets, else None."""
-    _, mass, wanted, hit_rate, _ = map(float, report)
-    if hit_rate < MIN_HIT_RATE:
-        found = f"only {100 * hit_rate:.0f} % of the attention rows peak on their target"
-    elif mass < MIN_MASS * wanted:
-        found = f"the targets get {mass:.3g} of the attention, less than target_mass={wanted:.3g}"
+    if report.hit_rate < MIN_HIT_RATE:
+        found = f"only {100 * report.hit_rate:.0f} % of the attention rows peak on their target"
+    elif report.target_mass < MIN_MASS * report.wanted_mass:
+        found = (
+            f"the targets get {report.target_mass:.3g} of the attention, less than "
+            f"target_mass={report.wanted_mass:.3g}"
+        )
     else:
         return None
     return (
         f"{found}: use fewer heads (so that each has more channels), a smaller kernel, or for "
         "impulse_2025 a new model with learned positions"
     )
-
-
-def warn_if_out_of_reach(report: SolveReport) -> None:
-    """Warns the caller of a scheme if its targets are out of reach, unless the report is traced."""
-    if is_concrete(report.hit_rate) and (message := reach_warning(report)):
-        # The levels are this function, `impulse`, the function that `_by_site` returns, its caller.
-        warnings.warn(message, stacklevel=4)
