@@ -69,8 +69,12 @@ def test_mistaken_axes_are_refused(tiny_config, axis):
 def test_weights_that_replace_the_schemes_leave_nothing_to_compare(tiny_config):
     tiny_config.start_from = "model.safetensors"
     assert list(settings.expand(tiny_config.lock(), ["impulse"], {})) == ["impulse"]
-    with pytest.raises(InputError, match=r"^config.start_from"):
-        settings.expand(tiny_config, ["impulse", "default"], {})
+    for schemes, axes in (
+        (["impulse", "default"], {}),
+        (["impulse"], {"attention_init.dilation": "2"}),
+    ):
+        with pytest.raises(InputError, match=r"^config.start_from"):
+            settings.expand(tiny_config, schemes, axes)
 
 
 # -- tables of the papers --------------------------------------------------------------------------

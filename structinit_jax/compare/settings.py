@@ -31,7 +31,8 @@ def expand(
         scheme: {f"attention_init.{option}" for option in config_lib.scheme_options(scheme)}
         for scheme in schemes
     }
-    if config.start_from and len(options) > 1:
+    varied = len(options) > 1 or any(field.startswith("attention_init.") for field in axes)
+    if varied and (config.start_from or "start_from" in axes):
         raise InputError("config.start_from replaces config.attention_init: pass a single scheme")
     known = set().union(*options.values())
     if "seed" in axes:
