@@ -17,6 +17,7 @@ from structinit_jax.attention_init.sites import AttentionStack
 from structinit_jax.augment import normalize
 from structinit_jax.checks import require
 from structinit_jax.config import make_attention_init
+from structinit_jax.data.images import CenterCrop
 from structinit_jax.data.loader import decode_all
 from structinit_jax.errors import InputError
 from structinit_jax.training import build
@@ -55,7 +56,8 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
     source = build.open_split(config, build.open_data(config), "train_split")
     whole = min(count, len(source)) // BATCH_SIZE * BATCH_SIZE
     require("number of images", len(source), f"{BATCH_SIZE} or more", lambda _: whole)
-    return decode_all(source.evenly_spaced(whole), data.image_size, data.crop_fraction)[0]
+    crop = CenterCrop(data.image_size, data.crop_fraction)
+    return decode_all(source.evenly_spaced(whole), crop)[0]
 
 
 def observe_start(config: ConfigDict, images: UInt8[np.ndarray, "n H H C"]) -> Snapshot:

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from structinit_jax import rngs
-from structinit_jax.data.crops import RandomCrop, resize_and_center_crop
+from structinit_jax.data.images import CenterCrop, RandomCrop
 from structinit_jax.data.source import MAX_THREADS, ImageSource, num_cores
 
 IN_MEMORY_BYTES = 2_000_000_000
@@ -115,39 +115,27 @@ class Loader:
 
 
 def make_loader(
-    source: ImageSource,
-    mesh: Mesh,
-    *,
-    image_size: int,
-    crop_fraction: float = 1.0,
-    random_crop: RandomCrop | None = None,
-    in_memory: bool = True,
+    source: ImageSource, mesh: Mesh, crop: CenterCrop | RandomCrop, in_memory: bool = True
 ) -> Loader:
     """Makes the loader of a split, in device memory if the split takes less than 2 GB.
 
-    Images are cropped to `image_size` pixels each way, by `random_crop` if it is given, else by
-    `resize_and_center_crop` with `crop_fraction`. With random crops, or if `in_memory` is false, no
-    split is kept in device memory. Batches are split over all axes of the mesh.
+    With random crops, or if `in_memory` is false, no split is kept in device memory. Batches are
+    split over all axes of the mesh.
     """
-    size = bytes_on_device(len(source), image_size, source.info.channels)
-    if in_memory and random_crop is None and size:
+    size = bytes_on_device(len(source), crop.image_size, source.info.channels)
+    if in_memory and isinstance(crop, CenterCrop) and size:
         print(f"decoding the {len(source):,} images of {source.name}", flush=True)
-        return DeviceLoader(*decode_all(source, image_size, crop_fraction), mesh)
-    return HostLoader(source, mesh, image_size, crop_fraction, random_crop)
+        return DeviceLoader(*decode_all(source, crop), mesh)
+    return HostLoader(source, mesh, crop)
 
 
 @dataclasses.dataclass
 class HostLoader(Loader):
-    """Decodes images while the devices train; each process decodes its part of every batch.
-
-    For the arguments see `make_loader`.
-    """
+    """Decodes images while the devices train; each process decodes its part of every batch."""
 
     source: ImageSource
     mesh: Mesh
-    image_size: int
-    crop_fraction: float = 1.0
-    random_crop: RandomCrop | None = None
+    crop: CenterCrop | RandomCrop
 
     def __len__(self) -> int:
         return len(self.source)
@@ -172,7 +160,8 @@ class HostLoader(Loader):
         Threads read ahead and write their images into the batch. For `order` see `_batches`.
         """
         size = batch_size // process_count
-        shape = (size, self.image_size, self.image_size, self.source.info.channels)
+        side = self.crop.image_size
+        shape = (size, side, side, self.source.info.channels)
         pool = ThreadPoolExecutor(READ_THREADS)
         # The threads share even a small batch; a task of more images would save no time.
         chunk = min(8, math.ceil(size / MAX_THREADS))
@@ -201,11 +190,7 @@ class HostLoader(Loader):
         """Reads the examples of some rows of a batch, whose positions count from `first`."""
         examples = self.source.read(indices[rows.start : rows.stop].tolist())
         for row, (image, label) in zip(rows, examples, strict=True):
-            batch["image"][row] = (
-                resize_and_center_crop(image.decode(), self.image_size, self.crop_fraction)
-                if self.random_crop is None
-                else self.random_crop(image, first + row, self.image_size)
-            )
+            batch["image"][row] = self.crop(image, first + row)
             batch["label"][row] = label
 
 
@@ -265,16 +250,15 @@ def _gather_batch(sharding, image_shape, images, labels, order, offset, batch_si
     return batch, offset + batch_size
 
 
-def decode_all(
-    source: ImageSource, image_size: int, crop_fraction: float = 1.0
-) -> tuple[np.ndarray, np.ndarray]:
+def decode_all(source: ImageSource, crop: CenterCrop) -> tuple[np.ndarray, np.ndarray]:
     """Returns images, uint8 [n, image_size, image_size, C], and labels, int32 [n], of a split."""
-    images = np.empty((len(source), image_size, image_size, source.info.channels), np.uint8)
+    side = crop.image_size
+    images = np.empty((len(source), side, side, source.info.channels), np.uint8)
     labels = np.empty(len(source), np.int32)
 
     def decode(indices):
         for index, (image, label) in zip(indices, source.read(indices), strict=True):
-            images[index] = resize_and_center_crop(image.decode(), image_size, crop_fraction)
+            images[index] = crop(image)
             labels[index] = label
 
     source.map_blocks(decode)

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Int
 from ml_collections import ConfigDict
 
+from structinit_jax.data.images import CenterCrop
 from structinit_jax.data.loader import make_loader
 from structinit_jax.data.source import ImageSource
 from structinit_jax.training import sharding
@@ -40,7 +41,7 @@ def make_evaluator(
     mesh = model.mesh
     step = make_eval_step(model, data.mean, data.std)
     step = jax.jit(step, out_shardings=sharding.replicated(mesh))
-    loader = make_loader(source, mesh, image_size=data.image_size, crop_fraction=data.crop_fraction)
+    loader = make_loader(source, mesh, CenterCrop(data.image_size, data.crop_fraction))
     batch_size = -(-config.batch_size // (config.accumulate_steps * mesh.size)) * mesh.size
 
     def evaluate(state):
