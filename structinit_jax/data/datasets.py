@@ -19,7 +19,7 @@ from structinit_jax.data.small import open_digits, open_fashion_mnist
 from structinit_jax.data.source import Dataset, DatasetInfo, Folder
 from structinit_jax.errors import InputError, suggest
 
-with epy.lazy_imports():  # takes a second
+with epy.lazy_imports():  # takes a quarter of a second
     import tensorflow_datasets as tfds
 
 # Known data sets: a dry run needs no data. Splits without labels are left out: 'unlabelled' of

@@ -89,13 +89,6 @@ class StoredImage:
         self._stored = stored
         self._channels = channels
 
-    @property
-    def num_bytes(self) -> int:
-        """Size as stored; opens no file."""
-        if isinstance(self._stored, str | os.PathLike):
-            return os.stat(self._stored).st_size
-        return self._stored.nbytes if isinstance(self._stored, np.ndarray) else len(self._stored)
-
     @functools.cached_property
     def size(self) -> tuple[int, int]:
         """Height and width in pixels, after applying the orientation.
@@ -147,6 +140,15 @@ class StoredImage:
             pixels = _from_pillow(_to_pillow(pixels), self._channels)
         return _turn(pixels, orientation), eighths / 8
 
+    def num_bytes(self) -> int:
+        """Returns the size as stored; opens no file."""
+        if isinstance(self._stored, str | os.PathLike):
+            try:
+                return os.stat(self._stored).st_size
+            except OSError as error:
+                raise BadImageError(f"{self.name}: {error.strerror}") from error
+        return self._stored.nbytes if isinstance(self._stored, np.ndarray) else len(self._stored)
+
     def checksum(self) -> bytes:
         """Returns the SHA-256 of the encoded file, or of the pixels and their shape."""
         if isinstance(self._data, bytes):
@@ -186,20 +188,20 @@ class StoredImage:
         """The pixels as Pillow decodes them, uint8 [h, w, C]."""
         data = self._data
         try:
-            return self._decode(data)
+            return _decode_with_pillow(data, self._channels)
         except Exception as error:  # each format's decoder has errors of its own
             raise BadImageError(f"{self.name}: cannot be decoded ({error})") from error
 
-    def _decode(self, data):
-        is_array = isinstance(data, np.ndarray)
-        image = _to_pillow(data) if is_array else Image.open(io.BytesIO(data))
-        image.load()  # Pillow turns a TIFF here and removes its orientation.
-        orientation = _orientation(image.info.get("exif", b""))
-        if image.mode.startswith("I;16"):  # Pillow itself clips at 255
-            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        elif image.mode in ("I", "F"):
-            raise ValueError(f"pixels of mode {image.mode} have no known range: convert to 8 bits")
-        return _turn(_from_pillow(image, self._channels), orientation)
+
+def _decode_with_pillow(data, channels):
+    image = _to_pillow(data) if isinstance(data, np.ndarray) else Image.open(io.BytesIO(data))
+    image.load()  # Pillow turns a TIFF here and removes its orientation.
+    orientation = _orientation(image.info.get("exif", b""))
+    if image.mode.startswith("I;16"):  # Pillow itself clips at 255
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise ValueError(f"pixels of mode {image.mode} have no known range: convert to 8 bits")
+    return _turn(_from_pillow(image, channels), orientation)
 
 
 def _to_pillow(pixels):

@@ -8,7 +8,6 @@ import json
 import math
 import operator
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,17 +15,20 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from etils import epy
 
 from structinit_jax.checks import is_whole, require
 from structinit_jax.data.images import BadImageError, StoredImage
 from structinit_jax.errors import InputError
+
+with epy.lazy_imports():  # takes a quarter of a second
+    import tensorflow_datasets as tfds
 
 Folder = str | os.PathLike | None
 READ_BLOCK = 256  # examples
 MAX_THREADS = 16  # for decoding; more would only wait for the interpreter lock
 SMALL_SET = 2**25  # bytes, which `digest` reads in a tenth of a second
 MAX_DIGESTED = 1000  # images of a larger set, which `digest` reads
-SPLIT = re.compile(r"([\w-]+)(?:\[(-?\d[\d_]*%?)?:(-?\d[\d_]*%?)?\])?")  # 'train[10%:]'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,8 +194,7 @@ class Dataset:
         good, _, problems = source.split_bad_images()
         if problems:
             counts = f"{len(problems):,} bad images of {len(source):,}"
-            shown = problems[:10] + (["…"] if len(problems) > 10 else [])
-            print(f"{source.name}: left out {counts}:", *shown, sep="\n  ", flush=True)
+            print(f"{source.name}: left out {counts}:", *problems, sep="\n  ", flush=True)
         if not len(good):
             raise InputError(f"{source.name} has no image that can be decoded")
         return good
@@ -202,38 +203,27 @@ class Dataset:
 def parse_split(spec: str, info: DatasetInfo) -> list[tuple[str, range]]:
     """Parses a split in TFDS syntax, for example `train[10%:]` or `train[:2000]+test`.
 
-    Returns the name of a split and the indices in it, for each term of the sum. Percentages are
-    rounded as TFDS rounds them. TFDS's slices in shards are not supported, because the number of
-    shards depends on who prepared the set. Raises `InputError` if `spec` is malformed, empty or
-    names an unknown split.
+    Returns the name of a split and the indices in it, for each term of the sum. TFDS's slices in
+    shards are not supported, because the number of shards depends on who prepared the set. Raises
+    `InputError` if `spec` is malformed, empty or names an unknown split.
     """
-
-    def problem(reason):
-        splits = ", ".join(f"{split!r} ({n:,})" for split, n in info.num_examples.items())
-        return InputError(
-            f"split={spec!r}: {reason}. The splits are {splits}; a part of one is written"
-            " like 'train[:100]' or 'train[90%:]', and a sum like 'train+test'."
+    sizes = info.num_examples
+    splits = {
+        name: tfds.core.SplitInfo(name=name, shard_lengths=[size], num_bytes=0)
+        for name, size in sizes.items()
+    }
+    try:
+        terms = tfds.core.ReadInstruction.from_spec(spec).to_absolute(splits)
+    except (AssertionError, ValueError):
+        terms = []
+    parts = [(term.splitname, range(sizes[term.splitname])[term.from_ : term.to]) for term in terms]
+    if "shard" in spec or not any(part for _, part in parts):
+        known = ", ".join(f"{name!r} ({size:,})" for name, size in sizes.items())
+        raise InputError(
+            f"split={spec!r} is not a split, or a part of one that holds an example. The splits are"
+            f" {known}; a part of one is written like 'train[:100]' or 'train[90%:]', and a sum"
+            " like 'train+test'."
         )
-
-    def position(text, size, default):
-        if not text:
-            return default
-        number = int(text.rstrip("%"))
-        number = round(number * size / 100) if text.endswith("%") else number
-        if abs(number) > size:
-            raise problem(f"{text} is outside its {size:,} examples")
-        return number + size if text.startswith("-") else number
-
-    parts = []
-    for term in info.num_examples if spec == "all" else spec.split("+"):
-        match = SPLIT.fullmatch(term.strip())
-        if not match or match[1] not in info.num_examples:
-            raise problem(f"{term!r} is not a split or a part of one")
-        split, start, stop = match.groups()
-        size = info.num_examples[split]
-        parts.append((split, range(position(start, size, 0), position(stop, size, size))))
-    if not any(part for _, part in parts):
-        raise problem("it holds no example")
     return parts
 
 
@@ -276,7 +266,7 @@ def digest(source: ImageSource, class_names: Sequence[str]) -> str:
     sample = source.evenly_spaced(MAX_DIGESTED)
     if all(isinstance(part, list) or hasattr(part, "names") for part in source.parts):
         names.update(source.labels().tobytes())
-        sizes = np.array(source.map(lambda image, label: image.num_bytes), np.int64)
+        sizes = np.array(source.map(lambda image, label: image.num_bytes()), np.int64)
         contents.update(sizes.tobytes())
         sample = source if sizes.sum() <= SMALL_SET else sample
     checksums = sample.map(lambda image, label: image.checksum())
