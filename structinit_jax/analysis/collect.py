@@ -18,7 +18,6 @@ from structinit_jax.augment import normalize
 from structinit_jax.checks import require
 from structinit_jax.config import make_attention_init
 from structinit_jax.data.images import CenterCrop
-from structinit_jax.data.loader import decode_all
 from structinit_jax.errors import InputError
 from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
@@ -57,7 +56,7 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
     whole = min(count, len(source)) // BATCH_SIZE * BATCH_SIZE
     require("number of images", len(source), f"{BATCH_SIZE} or more", lambda _: whole)
     crop = CenterCrop(data.image_size, data.crop_fraction)
-    return decode_all(source.evenly_spaced(whole), crop)[0]
+    return np.stack(source.evenly_spaced(whole).map(lambda image, label: crop(image)))
 
 
 def observe_start(config: ConfigDict, images: UInt8[np.ndarray, "n H H C"]) -> Snapshot:

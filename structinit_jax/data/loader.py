@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from structinit_jax import rngs
 from structinit_jax.data.images import CenterCrop, RandomCrop
-from structinit_jax.data.source import MAX_THREADS, ImageSource, num_cores
+from structinit_jax.data.source import MAX_THREADS, READ_BLOCK, ImageSource, num_cores
 
 IN_MEMORY_BYTES = 2_000_000_000
 # One more than cores, to hide file latency. 16 threads on two cores run at a third of the speed.
@@ -122,11 +122,13 @@ def make_loader(
     With random crops, or if `in_memory` is false, no split is kept in device memory. Batches are
     split over all axes of the mesh.
     """
+    loader = HostLoader(source, mesh, crop)
     size = bytes_on_device(len(source), crop.image_size, source.info.channels)
-    if in_memory and isinstance(crop, CenterCrop) and size:
-        print(f"decoding the {len(source):,} images of {source.name}", flush=True)
-        return DeviceLoader(*decode_all(source, crop), mesh)
-    return HostLoader(source, mesh, crop)
+    if not (in_memory and isinstance(crop, CenterCrop) and size):
+        return loader
+    print(f"decoding the {len(source):,} images of {source.name}", flush=True)
+    (whole,) = loader.read_batches(np.arange, range(1), len(source), 0, process_count=1)
+    return DeviceLoader(whole["image"], whole["label"], mesh)
 
 
 @dataclasses.dataclass
@@ -163,8 +165,9 @@ class HostLoader(Loader):
         side = self.crop.image_size
         shape = (size, side, side, self.source.info.channels)
         pool = ThreadPoolExecutor(READ_THREADS)
-        # The threads share even a small batch; a task of more images would save no time.
-        chunk = min(8, math.ceil(size / MAX_THREADS))
+        # The threads share even a small batch. Of TFDS, 256 small images are read in half the time
+        # that they take by eights.
+        chunk = min(READ_BLOCK, math.ceil(size / MAX_THREADS))
 
         def start(step):
             first = step * batch_size + process_index * size
@@ -248,21 +251,6 @@ def _gather_batch(sharding, image_shape, images, labels, order, offset, batch_si
         "mask": (indices >= 0).astype(jnp.float32),
     }
     return batch, offset + batch_size
-
-
-def decode_all(source: ImageSource, crop: CenterCrop) -> tuple[np.ndarray, np.ndarray]:
-    """Returns images, uint8 [n, image_size, image_size, C], and labels, int32 [n], of a split."""
-    side = crop.image_size
-    images = np.empty((len(source), side, side, source.info.channels), np.uint8)
-    labels = np.empty(len(source), np.int32)
-
-    def decode(indices):
-        for index, (image, label) in zip(indices, source.read(indices), strict=True):
-            images[index] = crop(image)
-            labels[index] = label
-
-    source.map_blocks(decode)
-    return images, labels
 
 
 def _ahead(items):

@@ -88,14 +88,10 @@ class ImageSource:
         def call(block):
             return [function(image, label) for image, label in self._fetch(block)]
 
-        return list(itertools.chain.from_iterable(self.map_blocks(call)))
-
-    def map_blocks(self, function: Callable[[range], Any]) -> list[Any]:
-        """Calls a function with ranges that cover all indices, in threads; returns its results."""
         blocks = [range(len(self))[i : i + READ_BLOCK] for i in range(0, len(self), READ_BLOCK)]
         # More threads than cores would contend for the interpreter lock.
         with ThreadPoolExecutor(min(MAX_THREADS, num_cores())) as pool:
-            return list(pool.map(function, blocks))
+            return list(itertools.chain.from_iterable(pool.map(call, blocks)))
 
     def labels(self) -> np.ndarray:
         """Returns all labels, int64 [n], which may be out of range; decodes no image."""
