@@ -143,9 +143,10 @@ class HostLoader(Loader):
         return len(self.source)
 
     def _batches(self, order, steps, batch_size):
-        process = (jax.process_index(), jax.process_count())
         sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
-        batches = self.read_batches(order, steps, batch_size, *process)
+        batches = self.read_batches(
+            order, steps, batch_size, jax.process_index(), jax.process_count()
+        )
         # Copies to the devices are asynchronous.
         return _ahead(_make_global(batch, sharding) for batch in batches)
 
