@@ -12,8 +12,8 @@ Times are those of all weights of a model, cold (the first call, with compilatio
 `impulse` draws different weights for every layer. How close maps get to their targets depends on
 the norm of Q and K, so losses are compared at the norm at which the other procedure ends. A map
 depends on the product Q Kᵀ, and algorithm 1 ends with a K that is about h^1/2 times longer than Q:
-the norm is the geometric mean of both (`SolveReport.norm`), which the same product has when it is
-shared evenly between Q and K.
+the norm is the geometric mean of both, which the same product has when it is shared evenly between
+Q and K.
 """
 
 import argparse
@@ -101,7 +101,9 @@ def impulse_at_norm(site: AttentionSite, weights: AttentionWeights) -> dict:
     sizes = dict(head_dim=site.head_dim, qk_scale=site.qk_scale)
     options = {key: LEARNED_SOLVE[key] for key in ("learning_rate", "steps")}
     start = start_factors(z, targets, site.head_dim)
-    *_, report = solve(start, z, targets, weights.report.norm, **options, **sizes)
+    query, key = (np.linalg.norm(w[0], axis=(0, 2)) for w in (weights.query, weights.key))
+    norm = np.sqrt(query * key / site.head_dim).mean()  # of the columns of a head's Q and K
+    *_, report = solve(start, z, targets, norm, **options, **sizes)
     return numbers(report)
 
 

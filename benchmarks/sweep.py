@@ -33,7 +33,7 @@ from structinit_jax.rngs import split_seed
 from structinit_jax.training import build
 from structinit_jax.training.optimizer import Schedule
 from structinit_jax.training.state import AbstractModel, TrainState, split_model
-from structinit_jax.training.step import make_eval_step
+from structinit_jax.training.step import make_eval_step, make_train_step
 
 SCHEME = flags.DEFINE_multi_string(
     "scheme", ["default", "mimetic", "impulse"], "NAME or NAME:OPTION=VALUE,OPTION=VALUE; repeated."
@@ -85,7 +85,7 @@ def make_step(
             return factor * schedule.learning_rate(step)
 
         optimizer = build.make_optimizer(config, learning_rate, model)
-        step = build.make_step(config, model, optimizer, learning_rate)
+        step = make_train_step(config, model, optimizer, learning_rate)
         return step(state, batch, seed)[0]
 
     step_of_seed = jax.vmap(step_of_run, in_axes=(STATE, 0, None, None), out_axes=STATE)
@@ -105,7 +105,8 @@ def make_evaluate(config: ConfigDict, model: AbstractModel, loader: Loader) -> C
     @jax.jit
     def count_correct(state, batch):
         def of_run(state):
-            return eval_step(state.params, state.model_state, batch)["correct"]
+            results = eval_step(state.params, state.model_state, batch)
+            return jnp.sum((results["predicted"] == results["label"]) * results["mask"])
 
         return jax.vmap(jax.vmap(of_run, in_axes=(STATE,)), in_axes=(STATE,))(state)
 

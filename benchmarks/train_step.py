@@ -106,6 +106,7 @@ def make_ours(row: Row, program: str, dtype: str) -> tuple[Step, dict[str, Any]]
     from structinit_jax.config import base_config
     from structinit_jax.training import build
     from structinit_jax.training import state as state_lib
+    from structinit_jax.training.step import make_train_step
 
     config = base_config(row.ours)
     config.update(batch_size=row.batch, clip_norm=0.0, label_smoothing=0.0)
@@ -118,7 +119,7 @@ def make_ours(row: Row, program: str, dtype: str) -> tuple[Step, dict[str, Any]]
     scheme = build.make_scheme(config, model)
     optimizer = build.make_optimizer(config, schedule.learning_rate, model)
     abstract = state_lib.abstract_state(model, optimizer)
-    initial = state_lib.initialize_model(model, scheme, config.seed)
+    initial = state_lib.initialize_model(config, model, scheme)
     state = state_lib.initialize_state(*initial.weights, optimizer, abstract)
     abstract_batch = build.abstract_batch(config, model.mesh)
     images, labels = random_batch(row)
@@ -126,7 +127,7 @@ def make_ours(row: Row, program: str, dtype: str) -> tuple[Step, dict[str, Any]]
     shardings = {name: array.sharding for name, array in abstract_batch.items()}
     batch = jax.device_put({"image": images, "label": labels}, shardings)
     seed = jax.device_put(np.uint32(0), state.step.sharding)
-    step = build.make_step(config, model, optimizer, schedule.learning_rate)
+    step = make_train_step(config, model, optimizer, schedule.learning_rate)
     step = build.jit_step(step, model.mesh, abstract)
     step, costs = compile_step(step, abstract, abstract_batch, build.SEED)
 

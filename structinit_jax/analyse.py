@@ -43,7 +43,7 @@ from structinit_jax.command_line import FLAGS
 from structinit_jax.compare.settings import expand
 from structinit_jax.data.folder import title
 from structinit_jax.files import replace_files
-from structinit_jax.training import resume
+from structinit_jax.training import workdir as workdir_lib
 
 
 def define_flags() -> None:
@@ -84,7 +84,7 @@ def main(overrides: command_line.Overrides) -> None:
         step = FLAGS.step or "newest"
         devices = jax.local_devices()[:1]
         restored = evaluate.restore_model(
-            config, FLAGS.workdir, devices, step, must_stay=resume.decides_start
+            config, FLAGS.workdir, devices, step, must_stay=workdir_lib.decides_start
         )
         snapshots = observe_run(config, restored, images)
         when = ""

@@ -154,11 +154,7 @@ def is_reference(name: str) -> bool:
 
 
 def find(name: str, known: Mapping[str, Any], field: str) -> Any:
-    """Returns what a name stands for: a known object, or that of 'module:attribute'.
-
-    Raises `InputError`, which names the `field`, if there is no such object, or if its module
-    cannot be imported.
-    """
+    """Returns what the name in a `field` stands for: a known object, or that of 'module:object'."""
     if name in known:
         return known[name]
     if not is_reference(name):

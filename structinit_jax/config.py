@@ -28,17 +28,12 @@ from structinit_jax.checks import (
     PositiveInt,
     check_fields,
     find,
-    is_count,
     is_reference,
     require,
 )
 from structinit_jax.errors import InputError, prefixed, printable, suggest
 from structinit_jax.files import open_path, read_json
 
-# The names of checkpoints have nine digits, which fit int32.
-Steps = Annotated[
-    int, Check("a whole number from 0 to 10**9 - 1", lambda x: 0 <= x < 10**9 and is_count(x, 0))
-]
 Share = Annotated[float, Check("a number from 0.1 to 1", lambda x: 0.1 <= x <= 1)]
 Mean = Annotated[float, Check("in [0, 1] (of pixels divided by 255)", lambda x: 0 <= x <= 1)]
 Deviation = Annotated[
@@ -53,7 +48,7 @@ class RunFields:
     # -- schedule ----------------------------------------------------------------------------------
     seed: NonNegativeInt = 0  # of initial weights, data order, augmentation and all else random
     num_epochs: PositiveFloat = 30.0
-    num_steps: Steps = 0  # if positive, overrides num_epochs
+    num_steps: NonNegativeInt = 0  # if positive, overrides num_epochs
     batch_size: PositiveInt = 128  # global: summed over all devices of all hosts
 
     # -- loss and optimizer ------------------------------------------------------------------------
@@ -151,6 +146,10 @@ def validate(config: ConfigDict) -> None:
     for field in ("mean", "std"):
         needs = f"a tuple of config.data.channels={data.channels} numbers"
         require(f"config.data.{field}", data[field], needs, lambda x: len(x) == data.channels)
+    batch_size = config.batch_size
+    needs = f"a divisor of config.batch_size={batch_size}, or 0 to mix within the whole batch"
+    group = config.augment.mix_group
+    require("config.augment.mix_group", group, needs, lambda x: x == 0 or batch_size % x == 0)
     if config.attention_init.get("name") == "impulse_2025":
         needs = "'learned' for the closed form config.attention_init.name='impulse_2025'"
         positions = config.model.get("positions", "learned")
@@ -178,13 +177,9 @@ def find_scheme(name: str) -> Callable[..., attention_init.AttentionInit]:
     return find(name, attention_init.SCHEMES, "config.attention_init.name")
 
 
-def scheme_options(name: str) -> dict[str, Any]:
-    """Returns the options of a scheme, which `config.attention_init` may set, with their defaults.
-
-    An option without a default has `inspect.Parameter.empty`.
-    """
-    parameters = inspect.signature(find_scheme(name)).parameters
-    return {option: parameter.default for option, parameter in parameters.items()}
+def scheme_options(name: str) -> list[str]:
+    """Returns the options of a scheme, which `config.attention_init` may set."""
+    return list(inspect.signature(find_scheme(name)).parameters)
 
 
 def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:
@@ -219,7 +214,7 @@ Overrides = Sequence[tuple[str, str]]  # fields, such as 'model.depth', and the 
 
 
 def set_fields(config: ConfigDict, overrides: Overrides) -> None:
-    """Sets fields as the command line does, in any order; for errors see `set_field`."""
+    """Sets fields as the command line does, in any order."""
     # The options of a scheme can be set once its name is.
     for field, text in sorted(overrides, key=lambda override: override[0] != "attention_init.name"):
         set_field(config, field, text)
@@ -229,8 +224,7 @@ def set_field(config: ConfigDict, field: str, text: str) -> None:
     """Sets a field, such as 'model.depth', as `--config.FIELD=VALUE` does.
 
     Options of the scheme need not be in `attention_init` before, unlike the fields that
-    `ml_collections.config_flags` can set. For the name of the scheme see `set_scheme`. Raises
-    `InputError` if there is no such field, or if the value has another type.
+    `ml_collections.config_flags` can set. For the name of the scheme see `set_scheme`.
     """
     if field == "attention_init.name":
         return set_scheme(config, text)
@@ -281,14 +275,15 @@ def load_config(location: str | Path) -> ConfigDict:
     get_config = runpy.run_path(path).get("get_config")
     needs = "a function that returns base_config() with changes"
     require(f"--config={path}: get_config", get_config, needs, callable)
-    words = row.split(",") if row else []
-    columns = inspect.signature(get_config).parameters
-    if len(words) > len(columns):
-        raise InputError(f"--config={location} has more words than the file takes: {len(columns)}")
-    choices = dict(zip(columns, words, strict=False))
-    annotated = {name: choices[name] for name in choices if name in get_config.__annotations__}
+    signature = inspect.signature(get_config)
+    try:
+        words = signature.bind(*row.split(",") if row else ()).arguments
+    except TypeError as error:
+        columns = ", ".join(signature.parameters)
+        raise InputError(f"--config={location}: {error}: a row is {columns}") from error
+    annotated = {name: words[name] for name in words if name in get_config.__annotations__}
     check_fields(get_config, annotated, f"--config={location}: ")
-    config = get_config(**choices)
+    config = get_config(**words)
     needs = "a ConfigDict: base_config() with changes"
     place = f"--config={path}: the value of get_config()"
     require(place, config, needs, lambda value: isinstance(value, ConfigDict))

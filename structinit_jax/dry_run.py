@@ -17,13 +17,9 @@ from structinit_jax.data.folder import title
 from structinit_jax.data.source import check_classes, split_size
 from structinit_jax.errors import InputError, prefixed
 from structinit_jax.training import build, sharding
-from structinit_jax.training.memory import (
-    check_memory,
-    explain_out_of_memory,
-    memory_limit,
-    mib,
-)
+from structinit_jax.training.build import mib
 from structinit_jax.training.state import abstract_state
+from structinit_jax.training.step import make_train_step
 
 with epy.lazy_imports():
     from clu import parameter_overview
@@ -74,7 +70,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     """
     config_lib.validate(config)
     devices = find_target(target) if target else jax.devices()
-    memory = MEMORY.get(devices[0].device_kind) if target else memory_limit()
+    memory = MEMORY.get(devices[0].device_kind) if target else build.memory_limit()
     data = config.data
     with prefixed("config.data: "):
         info = CATALOG.get(data.name) or open_dataset(data.name, data.data_dir or None).info
@@ -91,14 +87,13 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     optimizer = build.make_optimizer(config, schedule.learning_rate, model)
     state = abstract_state(model, optimizer, config.ema_decay > 0)
     batch = build.abstract_batch(config, mesh)
-    step = build.make_step(config, model, optimizer, schedule.learning_rate)
+    step = make_train_step(config, model, optimizer, schedule.learning_rate)
     print(parameter_overview.get_parameter_overview(model.params, include_stats=False))
 
-    with explain_out_of_memory():
+    with build.explain_out_of_memory():
         lowered = build.jit_step(step, mesh, state).lower(state, batch, build.SEED)
         step = lowered.compile()
-    data_bytes = build.data_bytes(config, num_examples, num_eval_examples)
-    total = check_memory(step, data_bytes, memory)
+    total = build.check_memory(step, memory)
     needs = step.memory_analysis()
     epochs = schedule.num_steps / schedule.steps_per_epoch
     num_hosts = len({device.process_index for device in mesh.devices.flat})

@@ -19,9 +19,10 @@ from structinit_jax.data.loader import HostLoader
 from structinit_jax.data.source import Dataset
 from structinit_jax.errors import InputError
 from structinit_jax.files import open_path
-from structinit_jax.training import build, checkpoint, resume, sharding
-from structinit_jax.training.evaluation import describe, make_evaluator
+from structinit_jax.training import build, checkpoint, sharding
+from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.state import AbstractModel, TrainState
+from structinit_jax.training.step import make_evaluator
 
 with epy.lazy_imports():  # imports matplotlib
     from structinit_jax.training import figures
@@ -34,7 +35,7 @@ def restore_model(
     workdir: str | Path,
     devices: list[jax.Device] | None = None,
     step: str | int = "newest",
-    must_stay: Callable[[str], bool] = resume.decides_weights,
+    must_stay: Callable[[str], bool] = workdir_lib.decides_weights,
 ) -> tuple[AbstractModel, TrainState]:
     """Restores the model of a run, without optimizer state, at step 'newest', 'best' or a number.
 
@@ -43,7 +44,7 @@ def restore_model(
     The number of devices, by default all, and `config.batch_size` may differ from those in
     training. As there, `config.fsdp` devices share one copy of the weights, or as many as divide
     both it and their number. Raises `InputError` if there is no such checkpoint, or if the config
-    does not fit it or differs in a field that `must_stay`; see `training.resume`.
+    does not fit it or differs in a field that `must_stay`; see `training.workdir`.
     """
     directory = open_path(workdir) / "checkpoints"
     number = checkpoint.find_step(directory, step)
@@ -51,7 +52,7 @@ def restore_model(
         raise InputError(f"workdir={workdir} has no complete checkpoint for step={step}")
     saved = checkpoint.read_run(directory, number)["config"]
     place = f"step {number} in {workdir}"
-    if changed := resume.check_config(saved, config, must_stay, place):
+    if changed := workdir_lib.check_config(saved, config, must_stay, place):
         print(f"config changed since {place}:\n{changed}")
     devices = devices or jax.devices()
     mesh = sharding.make_mesh(math.gcd(config.fsdp, len(devices)), devices)
@@ -88,9 +89,8 @@ def evaluate_checkpoint(
         raise InputError("\n".join(["classes must be named as in training:", *renamed]))
     source = build.open_split(config, dataset, "eval_split")
     evaluation = make_evaluator(config, model, source)(state)
-    results = describe(evaluation.metrics)
     name = f"{dataset.name} {config.data.eval_split}"
-    print(f"step {state.step}  {results} on {len(source):,} examples of {name}")
+    print(f"step {state.step}  {evaluation} on {len(source):,} examples of {name}")
     if out and jax.process_index() == 0:
         path = figures.write_by_class(out, evaluation.labels, evaluation.predicted, names)
         print(f"wrote {path}")

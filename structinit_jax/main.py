@@ -46,8 +46,6 @@ def define_flags() -> None:
     flags.DEFINE_integer("process_id", None, "Index of this process, counted from 0.")
     text = "Seconds to wait for the other processes to start."
     flags.DEFINE_integer("join_timeout", 300, text, lower_bound=1)
-    text = "Seconds after which processes end if one of them is lost."
-    flags.DEFINE_integer("lost_timeout", 60, text, lower_bound=1)
 
 
 def draw_curves(step: int, results: dict[str, float]) -> None:
@@ -65,7 +63,7 @@ def main(overrides: command_line.Overrides) -> None:
         if FLAGS[name].value:
             raise InputError(f"--{name}={FLAGS[name].value} has no effect with --mode={FLAGS.mode}")
     processes = (FLAGS.coordinator_address, FLAGS.num_processes, FLAGS.process_id)
-    distributed.join(*processes, FLAGS.join_timeout, FLAGS.lost_timeout)
+    distributed.join(*processes, FLAGS.join_timeout)
     config = command_line.read_config(overrides)
     if FLAGS.dry_run or FLAGS.target:
         dry_run.dry_run(config, FLAGS.target)

@@ -110,6 +110,7 @@ def make_batch(**arrays):
 def set_up(config, devices=None):
     """Builds what training builds, for 384 examples."""
     from structinit_jax.training import build, state
+    from structinit_jax.training.step import make_train_step
 
     mesh = build.make_mesh(config, devices)
     schedule = build.make_schedule(config, 384)
@@ -118,10 +119,10 @@ def set_up(config, devices=None):
     optimizer = build.make_optimizer(config, schedule.learning_rate, model)
     abstract_state = state.abstract_state(model, optimizer, config.ema_decay > 0)
     abstract_batch = build.abstract_batch(config, mesh)
-    step = build.make_step(config, model, optimizer, schedule.learning_rate)
+    step = make_train_step(config, model, optimizer, schedule.learning_rate)
 
     def initialize():
-        initial = state.initialize_model(model, scheme, config.seed)
+        initial = state.initialize_model(config, model, scheme)
         return state.initialize_state(*initial.weights, optimizer, abstract_state)
 
     return types.SimpleNamespace(

@@ -12,7 +12,7 @@ from PIL import Image
 
 from structinit_jax import analyse
 from structinit_jax.analysis import collect, figures, measures
-from structinit_jax.attention_init.targets import convolution_maps, impulse_kernels, kernel_offsets
+from structinit_jax.attention_init.targets import filter_maps
 from structinit_jax.augment import normalize
 from structinit_jax.config import base_config, make_attention_init
 from structinit_jax.errors import InputError
@@ -51,7 +51,7 @@ def start(family):
 def forward(config, images):
     """Intermediates for all images at once."""
     model = build.make_model(config, make_mesh(devices=jax.devices()[:1]))
-    weights = initialize_model(model, make_attention_init(config), config.seed).weights
+    weights = initialize_model(config, model, make_attention_init(config)).weights
     model = nnx.merge(model.graphdef, *weights)
     images = normalize(jnp.asarray(images), tuple(config.data.mean), tuple(config.data.std))
     return jax.jit(lambda model: model(images, with_maps=True)[1])(model)
@@ -92,9 +92,9 @@ def test_targets_are_those_that_the_solve_reaches():
     config.attention_init = dict(name="impulse_mimetic", target_mass=0.5)
     images = collect.read_images(config, NUM_IMAGES)
     model = build.make_model(config, make_mesh(devices=jax.devices()[:1]))
-    initial = initialize_model(model, make_attention_init(config), config.seed)
+    initial = initialize_model(config, model, make_attention_init(config))
     index, targets = initial.targets["blocks"]
-    np.testing.assert_array_equal(targets, convolution_maps(impulse_kernels(3), (4, 4)))
+    np.testing.assert_array_equal(targets, filter_maps((4, 4)))
     params, state = initial.weights
     # Without content, what is left is the position encoding, for which the heads were solved.
     params["patch_embedding"] = jax.tree.map(lambda x: 0 * x, params["patch_embedding"])
@@ -136,7 +136,7 @@ def test_maps_their_corners_and_kernels_are_drawn_as_they_are(tmp_path, monkeypa
     drawn = []
     save = figures._save
     monkeypatch.setattr(figures, "_save", lambda *args: (drawn.append(args[0]), save(*args)))
-    maps = convolution_maps(impulse_kernels(3), (4, 5))[:6].reshape(2, 3, 20, 20)
+    maps = filter_maps((4, 5))[:6].reshape(2, 3, 20, 20)
     title = os.fsdecode(b"$x_{$ \xff")  # neither markup nor text
     figures.draw_maps({"$x_{$": maps}, (4, 5), title, tmp_path / "maps.png")
     drawn = [image.get_array() for image in drawn[0].axes[0].images]
@@ -144,8 +144,8 @@ def test_maps_their_corners_and_kernels_are_drawn_as_they_are(tmp_path, monkeypa
     for head in range(3):
         np.testing.assert_array_equal(drawn[2 * head], maps[0, head])
         np.testing.assert_array_equal(drawn[2 * head + 1], maps[0, head, :10, :10])
-    for kernel, (dy, dx) in zip(drawn[6:], kernel_offsets(3), strict=False):
-        assert np.argwhere(kernel == 1).tolist() == [[3 + dy, 4 + dx]]
+    for kernel, (dy, dx) in zip(drawn[6:], np.ndindex(3, 3), strict=False):
+        assert np.argwhere(kernel == 1).tolist() == [[2 + dy, 3 + dx]]
     figure = Figure()
     (line,) = figure.subplots().plot([1])
     figures.add_legend(figure, [line], ["$x_{$"])

@@ -14,7 +14,8 @@ from structinit_jax.augment import normalize
 from structinit_jax.data import datasets
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.errors import InputError
-from structinit_jax.training import checkpoint, resume, sharding
+from structinit_jax.training import checkpoint, sharding
+from structinit_jax.training import workdir as workdir_lib
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -69,7 +70,9 @@ def test_a_model_that_is_computed_otherwise_is_refused(run_config, finished_run)
         evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
     run_config.seed = 9
     with pytest.raises(InputError, match=r"\n  seed: 0 -> 9\n"):  # as analyse checks
-        evaluate.restore_model(run_config, finished_run.workdir, must_stay=resume.decides_start)
+        evaluate.restore_model(
+            run_config, finished_run.workdir, must_stay=workdir_lib.decides_start
+        )
 
 
 def test_data_with_other_classes_are_refused(run_config, finished_run, monkeypatch):

@@ -54,7 +54,6 @@ def head_maps(weights, site):
         dict(pairs="halves"),
         dict(angles=mixed_angles()),
         dict(angles=mixed_angles(), pairs="halves"),
-        dict(width=WIDTH + 1),
     ],
 )
 def test_every_head_attends_to_its_neighbor_with_the_target_mass(changes):
@@ -70,10 +69,6 @@ def test_every_head_attends_to_its_neighbor_with_the_target_mass(changes):
     np.testing.assert_allclose(weights.report.target_mass, 0.3, atol=0.02)
     assert len(np.unique(weights.filter_index)) == 9
     np.testing.assert_allclose(np.var(weights.patch_bias), 1, rtol=1e-5)
-    direction = weights.patch_bias / jnp.linalg.norm(weights.patch_bias)
-    for kernel in (weights.query, weights.key):
-        read = jnp.einsum("D,LDhd->Lhd", direction, kernel)
-        np.testing.assert_allclose(jnp.sqrt(jnp.mean(read**2)), weights.report.norm, rtol=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +102,7 @@ def test_a_target_mass_below_that_of_uniform_attention_is_refused():
     with pytest.raises(InputError, match="target_mass"):
         si.impulse(filters=np.ones((1, 3, 3), np.float32), target_mass=0.1)(RNG, SITE)
     one = make_site(grid=(1, 1), angles=si.rotary_angles((1, 1), DIM))
-    with pytest.raises(InputError, match="a larger grid"):  # whatever the target mass
+    with pytest.raises(InputError, match="a larger grid"):
         si.impulse()(RNG, one)
 
 

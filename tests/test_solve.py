@@ -5,7 +5,7 @@ from scipy.special import softmax
 
 from structinit_jax.attention_init import solve
 from structinit_jax.attention_init.sites import layer_norm, sincos_positions
-from structinit_jax.attention_init.targets import convolution_maps, impulse_kernels
+from structinit_jax.attention_init.targets import filter_maps
 
 GRID, WIDTH, HEAD_DIM, NORM = (8, 8), 48, 16, 1.0
 SCALE = HEAD_DIM**-0.5
@@ -27,7 +27,7 @@ def attention_maps(x, query, key):
 def solved():
     x = layer_norm(sincos_positions(GRID, WIDTH))
     z, basis = map(jnp.asarray, solve.row_space(x))
-    targets = convolution_maps(impulse_kernels(3), GRID)
+    targets = filter_maps(GRID)
     bank = solve_bank(z, targets, norm=NORM)
     return x, z, basis, targets, bank
 
@@ -62,7 +62,7 @@ def test_a_target_mass_is_reached_for_every_filter(solved, mass, tolerance):
 def test_heads_of_few_channels_reach_a_target_mass():
     """If the norm grows faster than their directions turn, they attend to wrong tokens."""
     z, _ = solve.row_space(layer_norm(sincos_positions((16, 16), 64)))
-    targets = convolution_maps(impulse_kernels(3)[:2], (16, 16))
+    targets = filter_maps((16, 16))[:2]
     *_, report = solve_bank(z, targets, head_dim=8, width=64, target_mass=0.5)
     np.testing.assert_allclose(report.target_mass, 0.5, atol=0.01)
     assert report.hit_rate > 0.99

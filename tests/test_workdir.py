@@ -1,11 +1,15 @@
+import json
 import os
 from pathlib import Path
 
 import pytest
 
+from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
 from structinit_jax.files import open_path
-from structinit_jax.training.workdir import lock_workdir, prepare_workdir
+from structinit_jax.training.workdir import check_resume, lock_workdir, prepare_workdir
+
+PLACE = "step 400 in /runs/digits"
 
 
 def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path):
@@ -24,3 +28,81 @@ def test_unusable_directories_are_refused(tmp_path):
         prepare_workdir("gs://bucket/run")
     with pytest.raises(InputError, match="workdir="):
         open_path("nothing://x")
+
+
+# -- resuming --------------------------------------------------------------------------------------
+
+
+def make_config(**fields):
+    config = base_config()
+    config.data.name = "digits"
+    for field, value in fields.items():
+        config.update_from_flattened_dict({field: value})
+    return config
+
+
+def saved():
+    """The record of a checkpoint."""
+    config = json.loads(make_config().to_json())
+    return {"config": config, "data_digest": "c0ffee", "step": 400}
+
+
+def check(saved, data_digest="c0ffee", last_step=400, **fields):
+    record = {"data_digest": data_digest}
+    check_resume(saved, record, make_config(**fields), last_step, PLACE)
+
+
+def test_fields_that_may_change_are_listed(capsys):
+    fields = {"num_epochs": 90.0, "loss": "m:f", "model.remat": "full", "data.data_dir": "/moved"}
+    check(saved(), **fields)
+    assert capsys.readouterr().out.splitlines() == [
+        "config changed since the checkpoint:",
+        "  data.data_dir: '' -> '/moved'",
+        "  loss: 'softmax_cross_entropy' -> 'm:f'",
+        "  model.remat: 'none' -> 'full'",
+        "  num_epochs: 30.0 -> 90.0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("seed", 1),
+        ("data.train_split", "test"),
+        ("model.depth", 6),
+        ("start_from", "b.safetensors"),
+        ("batch_size", 256),
+        ("optimizer", "optax:lion"),
+        ("data.repeats", 3),
+        ("data.mean", (0.5,) * 3),
+        ("attention_init.name", "mimetic"),
+        ("attention_init.target_mass", 0.5),
+    ],
+)
+def test_fields_that_must_not_change_are_refused_by_name(field, value):
+    with pytest.raises(InputError, match=f"{PLACE}:\n  {field}: .* -> .*\n") as caught:
+        check(saved(), **{field: value, "learning_rate": 0.5})
+    assert "learning_rate" not in str(caught.value)
+
+
+def test_fields_of_another_version_do_not_count(capsys):
+    run = saved()
+    del run["config"]["clip_norm"], run["config"]["model"]["layer_scale"]
+    run["config"] |= {"gone": 1, "section": {"a": 3}}
+    check(run)
+    assert not capsys.readouterr().out
+    run["config"]["attention_init"]["gone"] = 1
+    with pytest.raises(InputError, match=r"attention_init\.gone: 1 -> None"):
+        check(run)
+
+
+def test_other_data_are_refused():
+    with pytest.raises(InputError, match=r"train_split='train' does not hold .* step 400 in"):
+        check(saved(), data_digest="decaf")
+
+
+def test_a_run_that_is_past_its_last_step_is_not_resumed():
+    with pytest.raises(InputError, match=r"the config, 399: raise config\.num_epochs, "):
+        check(saved(), last_step=399)
+    with pytest.raises(InputError, match=r"raise config\.num_steps, "):
+        check(saved(), last_step=399, num_steps=399)

@@ -21,7 +21,7 @@ from structinit_jax.data.images import CenterCrop
 from structinit_jax.errors import InputError
 from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
-from structinit_jax.training.state import AbstractModel, TrainState, initial_weights
+from structinit_jax.training.state import AbstractModel, TrainState, initialize_model
 
 BATCH_SIZE = 8  # images at a time, whose maps are in memory together
 
@@ -90,7 +90,7 @@ def _start_name(config):
 
 def _initialize(config, model):
     """Returns the weights that a run starts from, and the targets of their heads by stack."""
-    weights, _, targets = initial_weights(config, model, make_attention_init(config))
+    weights, _, targets = initialize_model(config, model, make_attention_init(config))
     sites = nnx.merge(model.graphdef, *weights).sites()
     if not sites or any(isinstance(site, TokenMixingSite) for site in sites.values()):
         raise InputError(f"config.model.name={config.model.name!r} has no attention to analyze")

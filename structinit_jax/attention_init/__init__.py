@@ -28,6 +28,7 @@ target map H [N, N] of a convolution, attention map M = softmax(σ X Q Kᵀ Xᵀ
 from __future__ import annotations  # so that signatures show the names of checked types
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -35,15 +36,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from structinit_jax.attention_init import (
-    absolute,
-    draws,
-    near_identity,
-    published,
-    rotary,
-    token_mixing,
-    windows,
-)
+from structinit_jax.attention_init import absolute, draws, published, rotary, token_mixing, windows
 from structinit_jax.attention_init.published import PseudoInput
 from structinit_jax.attention_init.rotary import rotary_angles
 from structinit_jax.attention_init.sites import (
@@ -59,11 +52,15 @@ from structinit_jax.attention_init.sites import (
     TokenMixingWeights,
     Weights,
     WindowSite,
+    is_concrete,
     sincos_positions,
 )
+from structinit_jax.attention_init.solve import reach_warning
 from structinit_jax.attention_init.targets import FilterArray, OddInt, OpenFraction
-from structinit_jax.checks import NonNegativeFloat, PositiveFloat, PositiveInt, check_fields
+from structinit_jax.checks import PositiveFloat, PositiveInt, check_fields
 from structinit_jax.errors import InputError
+
+ATTENTION_SITES = (AttentionSite, RotarySite, WindowSite)
 
 
 def impulse(
@@ -98,7 +95,7 @@ def impulse(
       dilation: Distance in tokens between neighboring taps of a kernel.
       target_mass: Share of its attention that a token pays to the target, which sets how sharp the
         maps are. It must be larger than that of uniform attention, 1 / N on an impulse; a window
-        where it is not keeps a zero bias.
+        where it is not keeps a zero bias. `weights.report` has the share that the solve reached.
       replace_positions: Whether a sin-cos encoding replaces learned positions. If false, learned
         positions are multiplied by 18, as in 2025, and the weights are solved for these.
 
@@ -169,8 +166,8 @@ def impulse_2024(
       same_layers: Whether all layers share Q and K, as in the paper's main results. With two pseudo
         inputs, the first layer has its own. Layers that are not shared draw their own offsets and
         noise.
-      first_input: Pseudo input of the first layer (table 6): 'positions', 'uniform', 'gaussian',
-        'positions+uniform' or 'positions+gaussian'.
+      first_input: Pseudo input of the first layer (table 6): 'positions', 'uniform' or
+        'positions+uniform'.
       following_input: Pseudo input of the other layers.
       max_steps: Number of Adam steps.
       rescale: Whether Q and K are rescaled every 100 steps, which bounds their norms. The program
@@ -191,24 +188,15 @@ def impulse_2024(
 def impulse_2025(
     *,
     position_scale: PositiveFloat = 18.0,
-    query_key_norm: PositiveFloat = 7.0,
-    value_scale: PositiveFloat = 1.0,
-    target_scale: PositiveFloat = 1000.0,
-    target_noise: NonNegativeFloat = 3.0,
     replace_positions: bool = False,
 ) -> AttentionInit:
     """The impulse initialization of the 2025 paper as published, for learned positions.
 
-    The defaults are those of the paper's program. A summary of the paper has other values, which we
-    know at second hand only: target_scale=40, target_noise=1 and query_key_norm=2.
+    The scales, norms and defaults are those of the paper's program.
 
     Args:
       position_scale: Factor on learned positions, whose standard deviation is 0.02 in the paper's
         program; fixed ones stay as they are.
-      query_key_norm: Frobenius norm of each head's Q and K.
-      value_scale: Factor on V and on the output projection.
-      target_scale: Logit of the target. Only its ratio to `target_noise` matters.
-      target_noise: Factor on the noise of the other logits.
       replace_positions: Whether a sin-cos encoding replaces learned positions, as in `impulse`; the
         program keeps them. The closed form needs positions of rank d: a sin-cos encoding has less,
         and leaves the maps of wide heads nearly uniform.
@@ -242,7 +230,7 @@ def mimetic(
         mimetic,
         locals(),
         {
-            **_attention_baselines(near_identity.mimetic),
+            **dict.fromkeys(ATTENTION_SITES, partial(draws.baseline, draw=draws.mimetic_weights)),
             TokenMixingSite: token_mixing.mlp_mimetic,
         },
     )
@@ -264,7 +252,7 @@ def default(
         default,
         locals(),
         {
-            **_attention_baselines(draws.base_weights),
+            **dict.fromkeys(ATTENTION_SITES, partial(draws.baseline, draw=draws.base_weights)),
             TokenMixingSite: lambda rng, site: TokenMixingWeights(),  # The model keeps its own.
             ConvSite: token_mixing.conv_default,
         },
@@ -275,17 +263,6 @@ SCHEMES: dict[str, Callable[..., AttentionInit]] = {
     scheme.__name__: scheme
     for scheme in (impulse, impulse_2024, impulse_2025, impulse_mimetic, mimetic, default)
 }
-
-
-def _attention_baselines(
-    draw: Callable[..., AttentionWeights],
-) -> dict[type, Callable[..., AttentionWeights]]:
-    """Functions for the three kinds of attention, whose weights are `draw`'s times factors."""
-    return {
-        AttentionSite: partial(absolute.baseline, draw=draw),
-        RotarySite: partial(draws.baseline, draw=draw),
-        WindowSite: partial(draws.baseline, draw=draw),
-    }
 
 
 def _by_site(
@@ -311,11 +288,6 @@ def _by_site(
             "leave it out, or set replace_positions=False"
         )
 
-    taken = {
-        site_type: options.keys() & inspect.signature(function).parameters.keys()
-        for site_type, function in functions.items()
-    }
-
     def init(rng: jax.Array, site: Site) -> Weights:
         kind = type(site)
         if kind not in functions:
@@ -323,37 +295,19 @@ def _by_site(
             raise InputError(
                 f"{scheme.__name__} is for {known}, not for a {kind.__name__}: use default()"
             )
-        for name in changed.keys() - taken[kind]:
+        taken = options.keys() & inspect.signature(functions[kind]).parameters.keys()
+        for name in changed.keys() - taken:
             raise InputError(
                 f"{name}={changed[name]!r} does not apply to a {kind.__name__}: leave it out"
             )
         # TPUs would multiply in bfloat16: too coarse for a solve, and their compiler crashes on it.
         with jax.default_matmul_precision("highest"):
-            return functions[kind](rng, site, **{name: options[name] for name in taken[kind]})
+            weights = functions[kind](rng, site, **{name: options[name] for name in taken})
+        report = getattr(weights, "report", None)
+        if report is not None and is_concrete(report.hit_rate):
+            message = reach_warning(report)
+            if message:
+                warnings.warn(message, stacklevel=2)
+        return weights
 
     return init
-
-
-__all__ = [
-    "SCHEMES",
-    "AttentionInit",
-    "AttentionSite",
-    "AttentionWeights",
-    "ConvSite",
-    "ConvWeights",
-    "RotarySite",
-    "Site",
-    "SolveReport",
-    "TokenMixingSite",
-    "TokenMixingWeights",
-    "Weights",
-    "WindowSite",
-    "default",
-    "impulse",
-    "impulse_2024",
-    "impulse_2025",
-    "impulse_mimetic",
-    "mimetic",
-    "rotary_angles",
-    "sincos_positions",
-]

@@ -1,4 +1,9 @@
-"""Random draws that schemes share, and the base initialization of attention layers."""
+"""Weights that are drawn, not solved for: of the baselines, and value and projection of `impulse`.
+
+`mimetic` is the initialization of Trockman & Kolter (2023) as the papers' programs have it, by
+SVDs; `append_similar_heads` and `value_and_projection` are cheaper forms of the same, for
+`impulse_mimetic` and `impulse`.
+"""
 
 import functools
 import math
@@ -10,56 +15,31 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from structinit_jax.attention_init.sites import AttentionStack, AttentionWeights
+from structinit_jax.attention_init.sites import AttentionStack, AttentionWeights, trained_positions
+from structinit_jax.errors import InputError
+
+# -- the baselines ---------------------------------------------------------------------------------
 
 
-def draw_flat(
-    draw: Callable[[PRNGKeyArray, tuple[int]], Array], rng: PRNGKeyArray, shape: tuple[int, ...]
-) -> Array:
-    """Returns the same values as `draw(rng, shape)`, but draws along a single axis.
-
-    On CPUs, XLA unrolls loops over short axes together with the many rounds of the random
-    generator, and takes up to 20 times as long to compile a draw over several axes.
-    """
-    return draw(rng, (math.prod(shape),)).reshape(shape)
-
-
-def split_by_stack(rng: PRNGKeyArray, count: int) -> Sequence[PRNGKeyArray] | Array:
-    """Returns the key of each stack of a model; a single stack gets `rng` itself.
-
-    Our models and `interop` share it, so that both draw the same weights.
-    """
-    return [rng] if count == 1 else jax.random.split(rng, count)
-
-
-def permutations(rngs: Array, size: int) -> Int[Array, "n size"]:
-    """Returns a permutation of 0 … size - 1 for each key (not by vmap, which compiles slower)."""
-    return jax.lax.map(lambda rng: jax.random.permutation(rng, size), rngs)
-
-
-def trunc_normal(
-    rng: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike = float, *, std: float
-) -> Array:
-    """Draws as timm's `trunc_normal_(std=std)`, which cuts at ±2, not at ±2 standard deviations."""
-    return std * jax.random.truncated_normal(rng, -2 / std, 2 / std, shape, dtype)
-
-
-def map_matrices(function: Callable[[Array], Any], matrices: Float[Array, "*batch m n"]) -> Any:
-    """Applies a function, such as a decomposition, to each matrix of a batch, one after another.
-
-    On CPUs, batches that several programs or devices decompose at the same time wait for each
-    other's threads, without end or for long.
-    """
-    found = jax.lax.map(function, matrices.reshape(-1, *matrices.shape[-2:]))
-    return jax.tree.map(lambda x: x.reshape(*matrices.shape[:-2], *x.shape[1:]), found)
-
-
-def random_rotations(rng: PRNGKeyArray, shape: tuple[int, ...]) -> Float[Array, "*batch m n"]:
-    """Draws matrices with orthonormal columns (m ≥ n), by which heads with equal maps differ."""
-    return map_matrices(lambda x: jnp.linalg.qr(x)[0], draw_flat(jax.random.normal, rng, shape))
-
-
-# -- the base initialization -----------------------------------------------------------------------
+def baseline(
+    rng: PRNGKeyArray,
+    site: AttentionStack,
+    *,
+    draw: Callable[[PRNGKeyArray, AttentionStack], AttentionWeights],
+    replace_positions: bool,
+    position_scale: float,
+    query_key_scale: float,
+    value_scale: float,
+) -> AttentionWeights:
+    """Draws weights times factors, and replaces or scales trainable positions."""
+    weights = draw(rng, site.sizes)
+    return AttentionWeights(
+        query_key_scale * weights.query,
+        query_key_scale * weights.key,
+        value_scale * weights.value,
+        value_scale * weights.out,
+        **trained_positions(site, replace=replace_positions, scale=position_scale),
+    )
 
 
 @functools.partial(jax.jit, static_argnames="sizes")
@@ -80,19 +60,189 @@ def base_weights(rng: PRNGKeyArray, sizes: AttentionStack) -> AttentionWeights:
     return AttentionWeights(*inputs, out)
 
 
-def baseline(
+def mimetic_weights(rng: PRNGKeyArray, sizes: AttentionStack) -> AttentionWeights:
+    """Trockman & Kolter (2023): Q Kᵀ = 0.7 U + 0.7 I per head and V Proj ≈ -0.4 I, by SVD.
+
+    The programs of 2024 and 2025 store the factors of V Proj untransposed as PyTorch weights, which
+    makes heads equally strong; so does this function.
+    """
+    qk_rng, vo_rng = jax.random.split(rng)
+    value, out = mimetic_vo(vo_rng, sizes, transposed=True)
+    shape = (sizes.num_layers, sizes.num_heads, sizes.width)
+    products = near_identity(qk_rng, shape, noise=0.7, identity=0.7)
+    query, key = (jnp.moveaxis(f, 1, 2) for f in split_product(products, sizes.head_dim))
+    return AttentionWeights(query, key, value, out)
+
+
+def mimetic_vo(
+    rng: PRNGKeyArray, sizes: AttentionStack, *, transposed: bool
+) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
+    """Returns V and projection from the factors of A Bᵀ = 0.4 U - 0.4 I over all heads of a layer.
+
+    V = A and Proj = Bᵀ, in which heads are sorted by singular values, the strongest first. If
+    `transposed`, V = Aᵀ and Proj = B, in which heads are equally strong.
+    """
+    layers = sizes.num_layers
+    width = sizes.width
+    heads = (sizes.num_heads, sizes.head_dim)
+    inner = heads[0] * heads[1]
+    if inner > width:
+        raise InputError(
+            f"num_heads={sizes.num_heads} must be at most width / head_dim = {width} / "
+            f"{sizes.head_dim} for mimetic weights: use 'default' or 'impulse'"
+        )
+    product = near_identity(rng, (layers, width), noise=0.4, identity=-0.4)
+    a, b = split_product(product, width)
+    if transposed:
+        a = jnp.swapaxes(a, -1, -2)
+        b = jnp.swapaxes(b, -1, -2)
+    out = jnp.swapaxes(b[..., :inner], -1, -2).reshape(layers, *heads, width)
+    return a[..., :inner].reshape(layers, width, *heads), out
+
+
+@functools.partial(jax.jit, static_argnames="rank")
+def split_product(
+    product: Float[Array, "*batch D D"], rank: int
+) -> tuple[Float[Array, "*batch D k"], Float[Array, "*batch D k"]]:
+    """Returns A, B with A Bᵀ closest to the product, singular values split evenly."""
+    u, s, vt = map_matrices(jnp.linalg.svd, product)
+    root = jnp.sqrt(s[..., None, :rank])
+    return u[..., :rank] * root, jnp.swapaxes(vt, -1, -2)[..., :rank] * root
+
+
+# -- the same without SVDs -------------------------------------------------------------------------
+
+
+def append_similar_heads(
     rng: PRNGKeyArray,
-    site: AttentionStack,
-    *,
-    draw: Callable[[PRNGKeyArray, AttentionStack], AttentionWeights],
-    query_key_scale: float,
-    value_scale: float,
-) -> AttentionWeights:
-    """Multiplies Q and K, and V and projection, of the drawn weights by factors."""
-    weights = draw(rng, site.sizes)
-    return AttentionWeights(
-        query_key_scale * weights.query,
-        query_key_scale * weights.key,
-        value_scale * weights.value,
-        value_scale * weights.out,
-    )
+    sizes: AttentionStack,
+    query: Float[Array, "l D h d"],
+    key: Float[Array, "l D h d"],
+) -> tuple[Float[Array, "L D h d"], Float[Array, "L D h d"]]:
+    """Appends Q and K of heads that attend to similar tokens, up to the L layers of `sizes`.
+
+    As in `mimetic`, but without its SVD: Q Kᵀ = W Wᵀ A projects A = 0.7 U + 0.7 I onto d
+    orthonormal columns W close to its leading singular vectors. These columns come from four
+    subspace iterations, which keep 93 to 98 % of the energy that the SVD keeps at widths 96 to 768;
+    the SVDs of half of ViT-B take half a minute on a CPU.
+    """
+    num_similar = sizes.num_layers - len(query)
+    if not num_similar:
+        return query, key
+    noise_rng, start_rng = jax.random.split(rng)
+    heads = (num_similar, sizes.num_heads, sizes.width)
+    a = near_identity(noise_rng, heads, noise=0.7, identity=0.7)
+
+    def invert_factor(gram):
+        lower = jnp.linalg.cholesky(gram)
+        identity = jnp.eye(len(gram), dtype=gram.dtype)
+        return jax.lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True)
+
+    def iterate(_, w):
+        w = a @ (jnp.swapaxes(a, -1, -2) @ w)
+        # A QR decomposition of this shape takes a hundred times as long on CPUs as Cholesky's.
+        inverse = map_matrices(invert_factor, jnp.swapaxes(w, -1, -2) @ w)
+        return w @ jnp.swapaxes(inverse, -1, -2)
+
+    if sizes.head_dim < sizes.width:
+        start = draw_flat(jax.random.normal, start_rng, (*heads, sizes.head_dim))
+        w = jax.lax.fori_loop(0, 4, iterate, start)
+    else:  # W Wᵀ = I keeps all of A; Wᵀ W would have no Cholesky factor
+        rotations = random_rotations(start_rng, (*heads[:2], sizes.head_dim, sizes.width))
+        w = jnp.swapaxes(rotations, 2, 3)
+    projected = jnp.swapaxes(a, -1, -2) @ w
+    length = jnp.linalg.norm(projected, axis=(-2, -1), keepdims=True)
+    balance = (length / sizes.head_dim**0.5) ** 0.5
+    similar_query = jnp.moveaxis(balance * w, 1, 2)
+    similar_key = jnp.moveaxis(projected / balance, 1, 2)
+    return jnp.concatenate([query, similar_query]), jnp.concatenate([key, similar_key])
+
+
+def value_and_projection(
+    rng: PRNGKeyArray, sizes: AttentionStack
+) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
+    """Returns V = c (I - U / 2) Π and Proj = -c Πᵀ (I - U' / 2), so V Proj ≈ -0.4 (I - noise).
+
+    c² = 0.4, U and U' are uniform noise as in `mimetic`, and the permutation Π distributes the
+    channels over the heads: some are left out or used twice unless h d = D.
+    """
+    layers = sizes.num_layers
+    width = sizes.width
+    heads = (sizes.num_heads, sizes.head_dim)
+    noise_rng, channel_rng = jax.random.split(rng)
+    inner = heads[0] * heads[1]
+    bound = (3 / width) ** 0.5
+    channels = permutations(jax.random.split(channel_rng, layers), width)
+    channels = jnp.tile(channels, (1, -(-inner // width)))[:, :inner]
+    identity = jax.nn.one_hot(channels, width)  # [L, inner, D], the rows of Πᵀ
+    # 16 random bits are plenty for noise, and take half of the memory of 32.
+    draw = functools.partial(jax.random.bits, dtype="uint16")
+    bits = draw_flat(draw, noise_rng, (2, *identity.shape))
+    half_noise = bound * ((bits.astype(jnp.float32) + 0.5) / 2**16 - 0.5)
+    value, out = 0.4**0.5 * (identity[None] - half_noise)
+    shape = (layers, *heads, width)
+    return jnp.moveaxis(value.reshape(shape), -1, 1), -out.reshape(shape)
+
+
+# -- random matrices -------------------------------------------------------------------------------
+
+
+def near_identity(
+    rng: PRNGKeyArray, shape: tuple[int, ...], *, noise: float, identity: float
+) -> Float[Array, "*batch D D"]:
+    """Draws matrices noise · U + identity · I of shape [*shape, D], where D = shape[-1].
+
+    U is uniform between ±(3 / D)^1/2, so that its entries have variance 1 / D.
+    """
+    width = shape[-1]
+    bound = (3 / width) ** 0.5
+    draw = functools.partial(jax.random.uniform, dtype="float32", minval=-bound, maxval=bound)
+    uniform = draw_flat(draw, rng, (*shape, width))
+    eye = jnp.broadcast_to(jnp.eye(width, dtype=jnp.float32), uniform.shape)
+    return noise * uniform + identity * eye
+
+
+def random_rotations(rng: PRNGKeyArray, shape: tuple[int, ...]) -> Float[Array, "*batch m n"]:
+    """Draws matrices with orthonormal columns (m ≥ n), by which heads with equal maps differ."""
+    return map_matrices(lambda x: jnp.linalg.qr(x)[0], draw_flat(jax.random.normal, rng, shape))
+
+
+def map_matrices(function: Callable[[Array], Any], matrices: Float[Array, "*batch m n"]) -> Any:
+    """Applies a function, such as a decomposition, to each matrix of a batch, one after another.
+
+    On CPUs, batches that several programs or devices decompose at the same time wait for each
+    other's threads, without end or for long.
+    """
+    found = jax.lax.map(function, matrices.reshape(-1, *matrices.shape[-2:]))
+    return jax.tree.map(lambda x: x.reshape(*matrices.shape[:-2], *x.shape[1:]), found)
+
+
+def permutations(rngs: Array, size: int) -> Int[Array, "n size"]:
+    """Returns a permutation of 0 … size - 1 for each key (not by vmap, which compiles slower)."""
+    return jax.lax.map(lambda rng: jax.random.permutation(rng, size), rngs)
+
+
+def trunc_normal(
+    rng: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike = float, *, std: float
+) -> Array:
+    """Draws as timm's `trunc_normal_(std=std)`, which cuts at ±2, not at ±2 standard deviations."""
+    return std * jax.random.truncated_normal(rng, -2 / std, 2 / std, shape, dtype)
+
+
+def draw_flat(
+    draw: Callable[[PRNGKeyArray, tuple[int]], Array], rng: PRNGKeyArray, shape: tuple[int, ...]
+) -> Array:
+    """Returns the same values as `draw(rng, shape)`, but draws along a single axis.
+
+    On CPUs, XLA unrolls loops over short axes together with the many rounds of the random
+    generator, and takes up to 20 times as long to compile a draw over several axes.
+    """
+    return draw(rng, (math.prod(shape),)).reshape(shape)
+
+
+def split_by_stack(rng: PRNGKeyArray, count: int) -> Sequence[PRNGKeyArray] | Array:
+    """Returns the key of each stack of a model; a single stack gets `rng` itself.
+
+    Our models and `interop` share it, so that both draw the same weights.
+    """
+    return [rng] if count == 1 else jax.random.split(rng, count)

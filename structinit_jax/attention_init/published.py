@@ -9,26 +9,28 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from structinit_jax.attention_init.draws import trunc_normal
-from structinit_jax.attention_init.near_identity import mimetic_vo, split_product
+from structinit_jax.attention_init.draws import mimetic_vo, split_product, trunc_normal
 from structinit_jax.attention_init.sites import (
     AttentionSite,
     AttentionWeights,
     SolveReport,
     layer_norm,
     start_positions,
-    trained_positions,
 )
-from structinit_jax.attention_init.solve import report_on_maps, warn_if_out_of_reach
+from structinit_jax.attention_init.solve import report_on_maps
 from structinit_jax.attention_init.targets import filter_maps
 
-PseudoInput = Literal["positions", "uniform", "gaussian", "positions+uniform", "positions+gaussian"]
+PseudoInput = Literal["positions", "uniform", "positions+uniform"]
 PSEUDO_INPUT_EPSILON = 1e-5  # PyTorch's default for LayerNorm; the models themselves use 1e-6
 # Algorithm 1 runs Adam with this learning rate, and rescales Q and K every so many steps.
 LEARNING_RATE = 1e-4
 RESCALE_EVERY = 100
-# The program of 2025 gives successive heads the offsets in this order.
+# The program of 2025 gives successive heads the offsets in this order, and has these scales. A
+# summary of the paper, which we know at second hand only, has the scales 40 and 1, and the norm 2.
 CENTER_FIRST = np.array([4, 1, 5, 3, 7, 0, 2, 6, 8])
+TARGET_SCALE = 1000.0  # logit of the target; only its ratio to that of the noise matters
+NOISE_SCALE = 3.0  # factor on the noise of the other logits
+QUERY_KEY_NORM = 7.0  # Frobenius norm of each head's Q and K
 
 
 def impulse_2024(
@@ -50,8 +52,8 @@ def impulse_2024(
     replaced by the sin-cos encoding. At equal norms, `impulse` gets closer to the targets, and much
     faster.
     """
-    new_positions = trained_positions(site, replace=True, scale=1.0)
-    positions = jnp.asarray(start_positions(site, new_positions))
+    positions, new_positions = start_positions(site, replace=True, scale=1.0)
+    positions = jnp.asarray(positions)
     offset_rng, input_rng, solve_rng = jax.random.split(rng, 3)
     targets = jnp.asarray(filter_maps(site.grid, kernel_size))
     shared = 1 + (first_input != following_input) if same_layers else site.num_layers
@@ -62,24 +64,22 @@ def impulse_2024(
         draw_pseudo_input(rng, name, positions)
         for rng, name in zip(jax.random.split(input_rng, num_solved), names, strict=True)
     ]
-    options = dict(
+    solve = functools.partial(
+        _solve_2024,
         head_dim=site.head_dim,
-        qk_scale=site.sizes.qk_scale,
+        qk_scale=site.qk_scale,
         max_steps=max_steps,
         rescale=rescale,
     )
-    solve = functools.partial(_solve_2024, **options)
     query, key, reports = jax.vmap(solve)(
         jax.random.split(solve_rng, num_solved), jnp.stack(inputs), targets[filter_index]
     )
-    report = jax.tree.map(jnp.mean, reports)
-    warn_if_out_of_reach(report)
     # The last solved layer is repeated for all layers that are equal to it.
     layer = np.minimum(np.arange(site.num_layers), num_solved - 1)
     return AttentionWeights(
         query[layer],
         key[layer],
-        report=report,
+        report=jax.tree.map(jnp.mean, reports),
         filter_index=filter_index[layer],
         targets=targets,
         **new_positions,
@@ -91,16 +91,12 @@ def draw_pseudo_input(
 ) -> Float[Array | np.ndarray, "N D"]:
     """Draws one of the pseudo inputs in table 6 of the 2024 paper, before LayerNorm.
 
-    'uniform' is noise between -1 and 1; 'gaussian' is truncated normal noise of standard deviation
-    (1/2)^1/2, as large as the sin-cos encoding; a sum adds the noise to the positions.
+    'uniform' is noise between -1 and 1; 'positions+uniform' adds it to the positions.
     """
     if name == "positions":
         return positions
-    if name.endswith("uniform"):
-        noise = jax.random.uniform(rng, positions.shape, minval=-1.0, maxval=1.0)
-    else:
-        noise = trunc_normal(rng, positions.shape, std=0.5**0.5)
-    return noise + positions if name.startswith("positions+") else noise
+    noise = jax.random.uniform(rng, positions.shape, minval=-1.0, maxval=1.0)
+    return noise if name == "uniform" else noise + positions
 
 
 @functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale", "max_steps", "rescale"))
@@ -154,59 +150,41 @@ def optimize_2024(
         return optax.apply_updates(factors, updates), state
 
     query, key = factors = jax.lax.fori_loop(0, max_steps, body, (start, adam.init(start)))[0]
-    lengths = [jnp.linalg.norm(f, axis=(1, 2)) for f in factors]
-    report = report_on_maps(
-        targets,
-        maps(factors),
-        norm=jnp.sqrt(lengths[0] * lengths[1] / query.shape[-1]).mean(),
-    )
+    report = report_on_maps(targets, maps(factors))
     return jnp.moveaxis(query, 0, 1), jnp.moveaxis(key, 0, 1), report
 
 
 def impulse_2025(
-    rng: PRNGKeyArray,
-    site: AttentionSite,
-    *,
-    position_scale: float,
-    query_key_norm: float,
-    value_scale: float,
-    target_scale: float,
-    target_noise: float,
-    replace_positions: bool,
+    rng: PRNGKeyArray, site: AttentionSite, *, position_scale: float, replace_positions: bool
 ) -> AttentionWeights:
     """The closed form of "Structured Initialization for Vision Transformers" (arXiv:2505.19985).
 
-    Learned positions are scaled; X is their LayerNorm. The target logits W are `target_scale` where
-    the target map is 1, and `target_noise` times truncated normal noise of standard deviation 0.6
+    Learned positions are scaled; X is their LayerNorm. The target logits W are `TARGET_SCALE` where
+    the target map is 1, and `NOISE_SCALE` times truncated normal noise of standard deviation 0.6
     elsewhere; `factor_logits` gives Q and K. Offsets go to heads in a fixed order, center first. V
     and projection are mimetic, with heads sorted by singular values, as in the program.
     """
-    new_positions = trained_positions(site, replace=replace_positions, scale=position_scale)
+    positions, new_positions = start_positions(
+        site, replace=replace_positions, scale=position_scale
+    )
     noise_rng, vo_rng, _ = jax.random.split(rng, 3)
     targets = jnp.asarray(filter_maps(site.grid))
-    order = CENTER_FIRST
-    if len(targets) < 9:  # a single row or column of tokens
-        order = np.roll(np.arange(len(targets)), -(len(targets) // 2))
-    order = np.resize(order, site.num_heads)
+    order = np.resize(CENTER_FIRST, site.num_heads) % len(targets)  # A row of tokens has three.
     filter_index = jnp.asarray(np.tile(order, (site.num_layers, 1)), jnp.int32)
     query, key, report = _solve_2025(
         noise_rng,
-        layer_norm(jnp.asarray(start_positions(site, new_positions)), PSEUDO_INPUT_EPSILON),
+        layer_norm(jnp.asarray(positions), PSEUDO_INPUT_EPSILON),
         targets,
         filter_index,
-        target_scale,
-        target_noise,
         head_dim=site.head_dim,
-        qk_scale=site.sizes.qk_scale,
-        norm=query_key_norm,
+        qk_scale=site.qk_scale,
     )
-    warn_if_out_of_reach(report)
     value, out = mimetic_vo(vo_rng, site, transposed=False)
     return AttentionWeights(
         query,
         key,
-        value_scale * value,
-        value_scale * out,
+        value,
+        out,
         report=report,
         filter_index=filter_index,
         targets=targets,
@@ -215,19 +193,16 @@ def impulse_2025(
 
 
 @functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale"))
-def _solve_2025(
-    rng, x, targets, filter_index, target_scale, target_noise, *, head_dim, qk_scale, norm
-):
+def _solve_2025(rng, x, targets, filter_index, *, head_dim, qk_scale):
     """Returns Q and K [L, D, h, d] and a report; each head's target is targets[filter_index]."""
     layers, heads = filter_index.shape
 
     def solve_head(rng, target):
         noise = trunc_normal(rng, target.shape, std=0.6)
-        logits = target_scale * target + target_noise * jnp.where(target == 0, noise, 0)
-        query, key = (norm * factor for factor in factor_logits(x, logits, head_dim))
+        logits = TARGET_SCALE * target + NOISE_SCALE * jnp.where(target == 0, noise, 0)
+        query, key = (QUERY_KEY_NORM * factor for factor in factor_logits(x, logits, head_dim))
         maps = jax.nn.softmax(qk_scale * (x @ query) @ (x @ key).T, axis=-1)
-        report = report_on_maps(target[None], maps[None], norm=norm / head_dim**0.5)
-        return query, key, report
+        return query, key, report_on_maps(target[None], maps[None])
 
     # Heads take turns: the N × N logits of all heads of a large model do not fit into memory.
     query, key, reports = jax.lax.map(

@@ -15,17 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from structinit_jax.attention_init.draws import base_weights
-from structinit_jax.attention_init.near_identity import append_similar_heads, value_and_projection
+from structinit_jax.attention_init import draws, solve
 from structinit_jax.attention_init.sites import AttentionWeights, RotarySite, SolveReport
-from structinit_jax.attention_init.solve import (
-    loss_rows,
-    minimize,
-    overlap,
-    report_on_maps,
-    require_above_uniform,
-    warn_if_out_of_reach,
-)
 from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps
 from structinit_jax.checks import require
 
@@ -53,9 +44,9 @@ def rotary_angles(
     require("head_dim", head_dim, needs, lambda d: d % 4 == 0)
     quarter = head_dim // 4
     frequencies = temperature ** -(np.arange(quarter) / quarter)
-    y, x = np.meshgrid(*map(np.arange, grid), indexing="ij")
-    angles = [axis.reshape(-1, 1) * frequencies for axis in (x, y)]
-    return np.concatenate(angles, axis=1).astype(np.float32)[None, None]
+    y, x = np.divmod(np.arange(grid[0] * grid[1])[:, None], grid[1])
+    angles = np.concatenate([x * frequencies, y * frequencies], axis=1)
+    return angles.astype(np.float32)[None, None]
 
 
 def impulse(
@@ -70,16 +61,16 @@ def impulse(
 ) -> AttentionWeights:
     """Impulse initialization through RoPE: constant queries and keys, rotated by the model.
 
-    The bias of the patch embedding gives all tokens a common vector of as many entries +1 as -1
-    (and one 0 at an odd width). Query and key map it to the vectors q and k of each head; on all
-    other input they act as the model's `base_init`. The coefficients are solved for: maps that are
-    closest to the targets at the lowest norm are also the least disturbed by content. The phases of
-    k are random and independent for each head. In the first layer, tokens without content have the
-    target mass; content takes some of it. If `half`, heads in the second half of the layers attend
-    to similar tokens.
+    The bias of the patch embedding gives all tokens a common vector of as many entries +1 as -1.
+    Query and key map it to the vectors q and k of each head; on all other input they act as the
+    model's `base_init`. The coefficients are solved for: maps that are closest to the targets at
+    the lowest norm are also the least disturbed by content. The phases of k are random and
+    independent for each head. In the first layer, tokens without content have the target mass;
+    content takes some of it. If `half`, heads in the second half of the layers attend to similar
+    tokens.
     """
     targets = filter_maps(site.grid, kernel_size, filters, dilation)
-    require_above_uniform(target_mass, targets)
+    solve.require_above_uniform(target_mass, targets)
     num_impulse = -(-site.num_layers // 2) if half else site.num_layers
     order_rng, place_rng = jax.random.split(rng)
     filter_index = assign(order_rng, (num_impulse, site.num_heads), len(targets))
@@ -94,11 +85,6 @@ def impulse(
         solved, report = solve_coefficients(tables, targets[filter_index.ravel()], target_mass)
         coefficients = solved.reshape(*filter_index.shape, *solved.shape[1:])
     weights = _draw_weights(place_rng, coefficients, sizes=site.sizes, pairs=site.pairs)
-    # The part of Q that reads the common vector has this norm: its columns are the vector times
-    # q_i / D.
-    size = jnp.mean(jnp.linalg.norm(solved, axis=1))
-    report = report._replace(norm=jnp.sqrt(size / (2 * site.qk_scale * site.width)))
-    warn_if_out_of_reach(report)
     return weights._replace(report=report, filter_index=filter_index, targets=targets)
 
 
@@ -106,15 +92,13 @@ def impulse(
 def _draw_weights(rng, coefficients, *, sizes, pairs):
     """Draws the weights of all layers, the first of which have the coefficients [l, h, 2, p]."""
     sign_rng, phase_rng, qk_rng, vo_rng, similar_rng = jax.random.split(rng, 5)
-    drawn = base_weights(qk_rng, sizes)
+    drawn = draws.base_weights(qk_rng, sizes)
     num_impulse, heads = coefficients.shape[:2]
     size = jnp.sqrt(jnp.linalg.norm(coefficients, axis=2) / sizes.qk_scale)  # |q| and |k| by pair
     phase = 2 * math.pi * jax.random.uniform(phase_rng, size.shape)
     turn = jnp.arctan2(coefficients[:, :, 1], coefficients[:, :, 0])
-    half = sizes.width // 2
-    ones = np.repeat(np.float32([-1, 0, 1]), [half, sizes.width % 2, half])
-    # LayerNorm leaves it as it is: its variance is 1 at odd widths too.
-    common = jax.random.permutation(sign_rng, ones * np.float32(sizes.width / (2 * half)) ** 0.5)
+    signs = np.repeat(np.float32([-1, 1]), sizes.width // 2)
+    common = jax.random.permutation(sign_rng, signs)  # LayerNorm leaves it as it is.
 
     def place(phase, kernel):
         parts = jnp.stack([size * jnp.cos(phase), size * jnp.sin(phase)], axis=-1)
@@ -127,8 +111,8 @@ def _draw_weights(rng, coefficients, *, sizes, pairs):
 
     query = place(phase - turn, drawn.query)
     key = place(phase, drawn.key)
-    query, key = append_similar_heads(similar_rng, sizes, query, key)
-    value, out = value_and_projection(vo_rng, sizes)
+    query, key = draws.append_similar_heads(similar_rng, sizes, query, key)
+    value, out = draws.value_and_projection(vo_rng, sizes)
     return AttentionWeights(query, key, value, out, patch_bias=common)
 
 
@@ -141,15 +125,14 @@ def solve_coefficients(
     """Returns coefficients c, as real and imaginary parts, whose maps come closest to the targets.
 
     The maps' cross-entropy is minimized, a convex problem in c, at the sum of |c| that gives the
-    target mass. The start has equal |c|, and peaks at the mean offset of the target. The norm of
-    the report is the square root of the sum.
+    target mass. The start has equal |c|, and peaks at the mean offset of the target.
     """
 
-    def solve(problem):
+    def solve_one(problem):
         angles, target = problem
         cos = jnp.cos(angles)
         sin = jnp.sin(angles)
-        rows = loss_rows(target, MAX_ROWS)
+        rows = solve.loss_rows(target, MAX_ROWS)
         some = target[rows]
 
         def coefficients(factor, norm):
@@ -167,7 +150,7 @@ def solve_coefficients(
         def loss_and_mass(factor, norm):
             log_maps = jax.nn.log_softmax(logits(factor, norm, rows), axis=-1)
             loss = -jnp.sum(some * log_maps) / len(rows)
-            return loss, overlap(some[None], jnp.exp(log_maps)[None])[0]
+            return loss, solve.overlap(some[None], jnp.exp(log_maps)[None])[0]
 
         # The start is the conjugate of the sum of H_ij exp(i (θ_j - θ_i)), at unit size.
         mean_cos = target @ cos
@@ -175,12 +158,11 @@ def solve_coefficients(
         start = jnp.stack([cos * mean_cos + sin * mean_sin, sin * mean_cos - cos * mean_sin])
         start = start.sum(axis=1)
         start = start / jnp.maximum(jnp.linalg.norm(start, axis=0, keepdims=True), 1e-6)
-        factor, norm = minimize(loss_and_mass, start, jnp.float32(START_NORM), target_mass)
+        factor, norm = solve.minimize(loss_and_mass, start, jnp.float32(START_NORM), target_mass)
         maps = jax.nn.softmax(logits(factor, norm), axis=-1)
-        report = report_on_maps(target[None], maps[None], norm=norm, wanted_mass=target_mass)
-        return coefficients(factor, norm), report
+        return coefficients(factor, norm), solve.report_on_maps(target[None], maps[None])
 
     # Filters are solved for one after the other, since together they take more memory.
     angles = jnp.broadcast_to(angles, (len(targets), *angles.shape[1:]))
-    found, reports = jax.lax.map(solve, (angles, targets))
+    found, reports = jax.lax.map(solve_one, (angles, targets))
     return found, jax.tree.map(jnp.mean, reports)

@@ -6,23 +6,15 @@ Also the sin-cos position encoding, and what schemes do with the positions of a 
 from __future__ import annotations  # so that signatures show the names of checked types
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from structinit_jax.checks import (
-    AtLeastTwo,
-    Check,
-    PositiveFloat,
-    PositiveInt,
-    check_fields,
-    is_count,
-    require,
-)
+from structinit_jax.checks import Check, PositiveFloat, PositiveInt, check_fields, is_count, require
 from structinit_jax.errors import InputError
 
 # -- sites -----------------------------------------------------------------------------------------
@@ -34,21 +26,8 @@ GRID = Check(
 Grid = Annotated[tuple[int, int], GRID]
 
 
-def check_shape(field: str, array: Any, expected: tuple[int, ...]) -> None:
-    """Raises `InputError` unless a weight of a scheme has the shape that the model needs."""
-    if np.shape(array) != expected:
-        raise InputError(
-            f"weights.{field} has shape {np.shape(array)}, but the model needs {expected}"
-        )
-
-
-def is_concrete(array: Any) -> bool:
-    """Whether this process can read an array: neither traced nor spread over processes."""
-    return not isinstance(array, jax.core.Tracer) and getattr(array, "is_fully_addressable", True)
-
-
 class _Site:
-    """Base of the sites: checks every field by its annotation."""
+    """Base of the sites, which checks every field by its annotation."""
 
     def __post_init__(self):
         check_fields(type(self), vars(self), f"{type(self).__name__}.")
@@ -69,14 +48,14 @@ class AttentionStack(_Site):
     head_dim: PositiveInt
     num_layers: PositiveInt
     qk_scale: PositiveFloat
-    base_init: Literal["timm", "pytorch"] = dataclasses.field(default="timm", kw_only=True)
+    _: dataclasses.KW_ONLY
+    base_init: Literal["timm", "pytorch"] = "timm"
 
     @property
     def sizes(self) -> AttentionStack:
         """The site without its arrays, as a static argument of jit, which must be hashable."""
         names = [field.name for field in dataclasses.fields(AttentionStack)]
-        values = {name: getattr(self, name) for name in names}
-        return AttentionStack(**values | {"qk_scale": float(self.qk_scale)})  # may be a JAX scalar
+        return AttentionStack(**{name: getattr(self, name) for name in names})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,8 +128,9 @@ class RotarySite(AttentionStack):
     The other arguments are those of `AttentionSite`.
     """
 
-    angles: np.ndarray | jax.Array = dataclasses.field(kw_only=True)
-    pairs: Literal["interleaved", "halves"] = dataclasses.field(default="interleaved", kw_only=True)
+    _: dataclasses.KW_ONLY
+    angles: np.ndarray | jax.Array
+    pairs: Literal["interleaved", "halves"] = "interleaved"
 
     def __post_init__(self):
         super().__post_init__()
@@ -171,7 +151,7 @@ class TokenMixingSite(_Site):
     """Stack of equal token-mixing MLPs with exact GELU, as in MLP-Mixer."""
 
     grid: Grid  # rows and columns of the N tokens, in row-major order
-    hidden: AtLeastTwo  # hidden units of one MLP
+    hidden: PositiveInt  # hidden units of one MLP; `impulse` and `mimetic` need an even number
     num_layers: PositiveInt  # L
 
 
@@ -194,16 +174,12 @@ class SolveReport(NamedTuple):
       loss: Mean squared difference between target and attention map.
       target_mass: Attention on the target, averaged over the rows that have one (an impulse row
         has none if its neighbor is off the grid). A uniform map has 1 / N on an impulse.
-      wanted_mass: The scheme's option `target_mass`; 0 if a scheme has none, or gives it exactly.
       hit_rate: Fraction of those rows whose strongest attention is where the target is strongest.
-      norm: Root mean square norm of the columns of a head's Q and K: the geometric mean of both.
     """
 
     loss: Float[Array, ""]
     target_mass: Float[Array, ""]
-    wanted_mass: Float[Array, ""]
     hit_rate: Float[Array, ""]
-    norm: Float[Array, ""]
 
 
 class AttentionWeights(NamedTuple):
@@ -243,8 +219,6 @@ class TokenMixingWeights(NamedTuple):
 
     fc1: Float[Array, "L N hidden"] | None = None
     fc2: Float[Array, "L hidden N"] | None = None
-    filter_index: Int[Array, " L"] | None = None  # each layer's filter among `targets`
-    targets: Float[Array | np.ndarray, "F N N"] | None = None  # the filters as maps
 
 
 class ConvWeights(NamedTuple):
@@ -255,14 +229,16 @@ class ConvWeights(NamedTuple):
 
 Site = AttentionSite | RotarySite | WindowSite | TokenMixingSite | ConvSite
 Weights = AttentionWeights | TokenMixingWeights | ConvWeights
+# A pure function `(rng, site) -> weights`, traceable by jit, vmap and eval_shape.
+AttentionInit = Callable[[jax.Array, Site], Weights]
 
 
-@runtime_checkable
-class AttentionInit(Protocol):
-    """Function `(rng, site) -> weights`: pure, and traceable by jit, vmap and eval_shape."""
-
-    def __call__(self, rng: jax.Array, site: Site, /) -> Weights:
-        """Draws the initial weights of a site."""
+def check_shape(field: str, array: Any, expected: tuple[int, ...]) -> None:
+    """Raises `InputError` unless a weight of a scheme has the shape that the model needs."""
+    if np.shape(array) != expected:
+        raise InputError(
+            f"weights.{field} has shape {np.shape(array)}, but the model needs {expected}"
+        )
 
 
 # -- positions -------------------------------------------------------------------------------------
@@ -291,8 +267,9 @@ def sincos_positions(
     quarter = width // 4
     steps = quarter if convention == "timm" else quarter - 1
     frequencies = 10_000.0 ** -(np.arange(quarter) / steps)
-    y, x = np.meshgrid(*map(np.arange, grid), indexing="ij")
-    y, x = (axis.reshape(-1, 1) * frequencies for axis in (y, x))
+    y, x = np.divmod(np.arange(grid[0] * grid[1])[:, None], grid[1])
+    y = y * frequencies
+    x = x * frequencies
     if convention == "timm":
         channels = [np.sin(y), np.sin(x), np.cos(y), np.cos(x)]
     else:
@@ -313,13 +290,13 @@ def trained_positions(site: AttentionStack, *, replace: bool, scale: float) -> d
 
 
 def start_positions(
-    site: AttentionSite, new: Mapping[str, Any]
-) -> Float[Array | np.ndarray, "N D"]:
-    """Returns the positions that a model starts with, given its `trained_positions`.
+    site: AttentionSite, *, replace: bool, scale: float
+) -> tuple[Float[Array | np.ndarray, "N D"], dict[str, Any]]:
+    """Returns the positions that a model starts with, and its `trained_positions`.
 
-    They are NumPy's if this process can read them. Raises `InputError` if there are none, or if
-    they are equal for all tokens or not finite.
+    The positions are NumPy's if this process can read them.
     """
+    new = trained_positions(site, replace=replace, scale=scale)
     positions = new.get("positions", site.positions)
     if positions is None:
         raise InputError(
@@ -333,7 +310,12 @@ def start_positions(
                 "AttentionSite.positions are equal for all tokens or not finite: pass an encoding "
                 "that tells tokens apart, or use 'mimetic' or 'default'"
             )
-    return new.get("position_scale", 1) * positions
+    return new.get("position_scale", 1) * positions, new
+
+
+def is_concrete(array: Any) -> bool:
+    """Whether this process can read an array: neither traced nor spread over processes."""
+    return not isinstance(array, jax.core.Tracer) and getattr(array, "is_fully_addressable", True)
 
 
 def layer_norm(x: Float[Array | np.ndarray, "N D"], epsilon: float = 1e-6):

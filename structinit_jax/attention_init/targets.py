@@ -24,28 +24,75 @@ FilterArray = Annotated[
 # -- kernels ---------------------------------------------------------------------------------------
 
 
-def kernel_offsets(kernel_size: int) -> Int[np.ndarray, "F 2"]:
-    """Returns all offsets (dy, dx) of a kernel, row-major: (-1, -1), (-1, 0), … for size 3."""
-    reach = np.arange(kernel_size) - kernel_size // 2
-    return np.stack(np.meshgrid(reach, reach, indexing="ij"), axis=-1).reshape(-1, 2)
+def filter_kernels(
+    grid: tuple[int, int], kernel_size: int, filters: FilterArray | None, dilation: int
+) -> Float[np.ndarray, "F R C"]:
+    """Returns the distinct kernels of a stack, impulses or `filters`, as `place_kernels` does.
+
+    On a single row or column of tokens, the impulses are those along it. Raises `InputError` for
+    filters of even size, with negative values, or that lead off the grid from every token.
+    """
+    if filters is None:
+        height, width = (1 if side == 1 else kernel_size for side in grid)
+        kernels = impulse_kernels(height, width)
+    else:
+        kernels = np.asarray(filters, np.float32)
+        if kernels.shape[1] != kernels.shape[2] or kernels.shape[1] % 2 == 0 or kernels.min() < 0:
+            raise InputError(
+                f"filters of shape {kernels.shape}: needs kernels [F, f, f] with odd f and no "
+                "negative values"
+            )
+    kernels = place_kernels(kernels, grid, dilation)
+    if not kernels.any(axis=(1, 2)).all():
+        raise InputError(
+            f"kernel_size, dilation or filters: on {grid} tokens, one filter leads off the grid "
+            "from every token: use a smaller kernel or dilation, or more tokens"
+        )
+    return kernels
 
 
-def impulse_kernels(kernel_size: int) -> Float[np.ndarray, "F f f"]:
-    """Returns the f² impulse kernels: kernel k is 1 at the k-th of `kernel_offsets`, else 0."""
-    count = kernel_size**2
-    return np.eye(count, dtype=np.float32).reshape(count, kernel_size, kernel_size)
+def impulse_kernels(height: int, width: int) -> Float[np.ndarray, "F f g"]:
+    """Returns the kernels that are 1 in one place and 0 elsewhere, row-major by that place."""
+    count = height * width
+    return np.eye(count, dtype=np.float32).reshape(count, height, width)
 
 
-def dilate(kernels: Float[np.ndarray, "F f f"], dilation: int) -> Float[np.ndarray, "F g g"]:
-    """Spreads the taps of kernels, which become g = (f - 1) · dilation + 1 wide."""
-    count, size, _ = kernels.shape
-    wide = (size - 1) * dilation + 1
-    dilated = np.zeros((count, wide, wide), kernels.dtype)
-    dilated[:, ::dilation, ::dilation] = kernels
-    return dilated
+def place_kernels(
+    kernels: Float[np.ndarray, "F f g"], grid: tuple[int, int], dilation: int
+) -> Float[np.ndarray, "F R C"]:
+    """Places taps at the offsets between tokens: R = 2 rows - 1, C = 2 cols - 1, 0 in the center.
+
+    Neighboring taps are `dilation` apart. Those that lead off the grid from every token are left
+    out.
+    """
+    rows, cols = grid
+    dy, dx = (dilation * (np.arange(size) - size // 2) for size in kernels.shape[1:])
+    y = np.flatnonzero(np.abs(dy) < rows)
+    x = np.flatnonzero(np.abs(dx) < cols)
+    placed = np.zeros((len(kernels), 2 * rows - 1, 2 * cols - 1), np.float32)
+    placed[:, rows - 1 + dy[y, None], cols - 1 + dx[x]] = kernels[:, y[:, None], x]
+    return placed
 
 
 # -- target maps -----------------------------------------------------------------------------------
+
+
+def filter_maps(
+    grid: tuple[int, int],
+    kernel_size: int = 3,
+    filters: FilterArray | None = None,
+    dilation: int = 1,
+) -> Float[np.ndarray, "F N N"]:
+    """Returns the target map H of each of `filter_kernels`.
+
+    H[i, j] is proportional to the kernel's value at the offset from token i to token j, and rows
+    sum to 1, like those of a softmax. Neighbors off the grid are dropped (zero padding). The row of
+    an impulse whose neighbor is dropped is zero, and the softmax row closest to it is uniform.
+    """
+    kernels = filter_kernels(grid, kernel_size, filters, dilation)
+    maps = kernels.reshape(len(kernels), -1)[:, relative_index(grid).T]
+    total = maps.sum(axis=-1, keepdims=True)
+    return (maps / np.where(total > 0, total, 1)).astype(np.float32)
 
 
 def relative_index(grid: tuple[int, int]) -> Int[np.ndarray, "N N"]:
@@ -59,81 +106,6 @@ def relative_index(grid: tuple[int, int]) -> Int[np.ndarray, "N N"]:
     dy = y[:, None] - y[None, :]
     dx = x[:, None] - x[None, :]
     return (dy + rows - 1) * (2 * cols - 1) + dx + cols - 1
-
-
-def crop_kernels(
-    kernels: Float[np.ndarray, "F g w"], grid: tuple[int, int]
-) -> Float[np.ndarray, "F R C"]:
-    """Crops or pads kernels to the offsets on a grid: R = 2 rows - 1, C = 2 cols - 1."""
-    cropped = np.zeros((len(kernels), 2 * grid[0] - 1, 2 * grid[1] - 1), kernels.dtype)
-    center = [size // 2 for size in kernels.shape[1:]]
-    y, x = (min(half, side - 1) for half, side in zip(center, grid, strict=True))
-    inside = (slice(grid[0] - 1 - y, grid[0] + y), slice(grid[1] - 1 - x, grid[1] + x))
-    source = (slice(center[0] - y, center[0] + y + 1), slice(center[1] - x, center[1] + x + 1))
-    cropped[:, *inside] = kernels[:, *source]
-    return cropped
-
-
-def convolution_maps(
-    kernels: Float[np.ndarray, "F g w"], grid: tuple[int, int]
-) -> Float[np.ndarray, "F N N"]:
-    """Returns target maps H: H[i, j] is the kernel's value at the offset from token i to token j.
-
-    Neighbors off the grid are dropped (zero padding). The row of an impulse whose neighbor is
-    dropped is zero, and the softmax row closest to it is uniform.
-    """
-    kernels = crop_kernels(kernels, grid).reshape(len(kernels), -1)
-    return kernels[:, relative_index(grid).T].astype(np.float32)
-
-
-def normalize_rows(maps: Float[np.ndarray, "F N N"]) -> Float[np.ndarray, "F N N"]:
-    """Scales rows to sum 1, like those of a softmax; all-zero rows stay zero."""
-    total = maps.sum(axis=-1, keepdims=True)
-    return (maps / np.where(total > 0, total, 1)).astype(np.float32)
-
-
-def filter_kernels(
-    grid: tuple[int, int], kernel_size: int, filters: FilterArray | None, dilation: int
-) -> Float[np.ndarray, "F R C"]:
-    """Returns the distinct kernels of a stack, cropped to R = 2 rows - 1 by C = 2 cols - 1 offsets.
-
-    They are impulses unless `filters` are given. Raises `InputError` for filters of even size or
-    with negative values.
-    """
-    if filters is None:
-        kernels = impulse_kernels(kernel_size)
-    else:
-        kernels = np.asarray(filters, np.float32)
-        if kernels.shape[1] != kernels.shape[2] or kernels.shape[1] % 2 == 0 or kernels.min() < 0:
-            raise InputError(
-                f"filters of shape {kernels.shape}: needs kernels [F, f, f] with odd f and no "
-                "negative values"
-            )
-    return crop_kernels(dilate(kernels, dilation), grid)
-
-
-def filter_maps(
-    grid: tuple[int, int],
-    kernel_size: int = 3,
-    filters: FilterArray | None = None,
-    dilation: int = 1,
-) -> Float[np.ndarray, "F N N"]:
-    """Returns the target map H of each of `filter_kernels`, with rows of sum 1 or 0.
-
-    On a single row or column of tokens, the impulses are those along it. Raises `InputError` also
-    if a filter leads off the grid from every token.
-    """
-    kernels = filter_kernels(grid, kernel_size, filters, dilation)
-    if filters is None:
-        across = kernel_offsets(kernel_size)[:, np.equal(grid, 1)]
-        kernels = kernels[(across == 0).all(axis=1)]
-    maps = normalize_rows(convolution_maps(kernels, grid))
-    if not maps.any(axis=(1, 2)).all():
-        raise InputError(
-            f"kernel_size, dilation or filters: on {grid} tokens, one filter leads off the grid "
-            "from every token: use a smaller kernel or dilation, or more tokens"
-        )
-    return maps
 
 
 # -- which head gets which filter ------------------------------------------------------------------

@@ -32,20 +32,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, PRNGKeyArray
 
-from structinit_jax.attention_init.draws import random_rotations
-from structinit_jax.attention_init.near_identity import near_identity
+from structinit_jax.attention_init import draws
 from structinit_jax.attention_init.sites import (
     ConvSite,
     ConvWeights,
     TokenMixingSite,
     TokenMixingWeights,
 )
-from structinit_jax.attention_init.targets import (
-    FilterArray,
-    assign,
-    filter_maps,
-    impulse_kernels,
-)
+from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps, impulse_kernels
 from structinit_jax.checks import require
 
 CORRELATION = 0.9  # The exact value hardly matters.
@@ -55,7 +49,7 @@ def mlp_mimetic(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
     """Uses mimetic attention's logits, 0.7 U + 0.7 I with uniform noise U, as the map itself."""
     noise_rng, rotation_rng = jax.random.split(rng)
     shape = (site.num_layers, site.num_tokens)
-    maps = near_identity(noise_rng, shape, noise=0.7, identity=0.7)
+    maps = draws.near_identity(noise_rng, shape, noise=0.7, identity=0.7)
     # The basis of the identity serves all layers, since their maps are close to it.
     basis = output_basis(np.eye(site.num_tokens)[None], site)
     return TokenMixingWeights(*_factor_maps(rotation_rng, maps, jnp.asarray(basis), site.hidden))
@@ -70,13 +64,13 @@ def mlp_impulse(
     dilation: int,
 ) -> TokenMixingWeights:
     """Gives each layer one filter, exactly or at the rank that its hidden units allow."""
-    maps = filter_maps(site.grid, kernel_size, filters, dilation)
+    targets = filter_maps(site.grid, kernel_size, filters, dilation)
+    bases = output_basis(targets, site)
     order_rng, rotation_rng = jax.random.split(rng)
-    targets = jnp.asarray(maps)
-    bases = jnp.asarray(output_basis(maps, site))
-    index = assign(order_rng, (site.num_layers, 1), len(maps))[:, 0]
-    fc1, fc2 = _factor_maps(rotation_rng, targets[index], bases[index], site.hidden)
-    return TokenMixingWeights(fc1, fc2, index, maps)
+    index = assign(order_rng, (site.num_layers, 1), len(targets))[:, 0]
+    maps = jnp.asarray(targets)[index]
+    bases = jnp.asarray(bases)[index]
+    return TokenMixingWeights(*_factor_maps(rotation_rng, maps, bases, site.hidden))
 
 
 def output_basis(
@@ -100,17 +94,12 @@ def output_basis(
 def _factor_maps(rng, maps, bases, hidden):
     """Returns fc1 and fc2 that map u to U Uᵀ M u; M [L, N, N], U [#L, N, k]."""
     layers = len(maps)
-    pairs = hidden // 2
     rank = bases.shape[-1]
-    rotations = random_rotations(rng, (layers, pairs, rank))
+    rotations = draws.random_rotations(rng, (layers, hidden // 2, rank))
     bases = jnp.broadcast_to(bases, (layers, *bases.shape[1:]))
     second = jnp.einsum("Lmk,Lpk->Lpm", bases, rotations)
     first = jnp.einsum("Lpm,Lmn->Lnp", second, maps)
-    odd = hidden % 2  # an unpaired unit copies the first pair's input weights and outputs nothing
-    return (
-        jnp.concatenate([first, -first, first[:, :, :odd]], axis=2),
-        jnp.concatenate([second, -second, jnp.zeros_like(second[:, :odd])], axis=1),
-    )
+    return jnp.concatenate([first, -first], axis=2), jnp.concatenate([second, -second], axis=1)
 
 
 # -- depthwise convolutions ------------------------------------------------------------------------
@@ -126,8 +115,7 @@ def conv_default(rng: PRNGKeyArray, site: ConvSite) -> ConvWeights:
 def conv_impulse(rng: PRNGKeyArray, site: ConvSite, *, filters: FilterArray | None) -> ConvWeights:
     """Gives each channel an impulse at one of the f² places of the kernel, or one of `filters`."""
     size = site.kernel_size
-    bank = impulse_kernels(size) if filters is None else filters
-    bank = np.asarray(bank, np.float32)
+    bank = impulse_kernels(size, size) if filters is None else np.asarray(filters, np.float32)
     needs = f"[F, {size}, {size}] for a ConvSite with kernel_size={size}"
     require("filters.shape", bank.shape, needs, lambda shape: shape[1:] == (size, size))
     filter_index = assign(rng, (site.num_layers, site.width), len(bank))

@@ -13,19 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, PRNGKeyArray
 
-from structinit_jax.attention_init.draws import base_weights
-from structinit_jax.attention_init.near_identity import value_and_projection
+from structinit_jax.attention_init import draws
 from structinit_jax.attention_init.sites import AttentionWeights, WindowSite
-from structinit_jax.attention_init.solve import report_on_maps
-from structinit_jax.attention_init.targets import (
-    FilterArray,
-    assign,
-    convolution_maps,
-    filter_kernels,
-    normalize_rows,
-    relative_index,
-)
-from structinit_jax.errors import InputError
+from structinit_jax.attention_init.targets import FilterArray, assign, filter_kernels, filter_maps
 
 BISECTIONS = 50  # They suffice for the precision of float64.
 
@@ -45,38 +35,23 @@ def impulse(
     deviation of about 0.02² D. With a target mass of 0.5, the blocks of Swin-T average 0.48 to
     0.50. Rows with the whole kernel inside the window have exactly the target mass; an impulse
     without its neighbor leaves the row uniform. The mask of a shifted block leaves fewer tokens in
-    a row, so the target gets more of the attention. Kernels without an offset inside the window are
-    not assigned to heads. The report describes the bias maps of all other kernels. In a window so
-    small that uniform attention has the target mass already, the bias is zero.
+    a row, so the target gets more of the attention. In a window so small that uniform attention has
+    the target mass already, the bias is zero.
     """
-    kernels = filter_kernels(site.grid, kernel_size, filters, dilation)
-    fitting = np.flatnonzero(kernels.sum(axis=(1, 2)) > 0)
-    if not fitting.size:
-        raise InputError(
-            f"filters: no kernel has an offset within the window {site.grid}: pass kernels with "
-            "weight near their center"
-        )
-    targets = normalize_rows(convolution_maps(kernels, site.grid))
-    table = bias_of_kernels(kernels[fitting], site.grid, target_mass)
-    weights = _draw_weights(rng, table, targets[fitting], sizes=site.sizes)
-    filter_index = jnp.asarray(fitting, jnp.int32)[weights.filter_index]
-    return weights._replace(filter_index=filter_index, targets=targets)
+    options = (site.grid, kernel_size, filters, dilation)
+    table = bias_of_kernels(filter_kernels(*options), site.grid, target_mass)
+    return _draw_weights(rng, table, site.sizes)._replace(targets=filter_maps(*options))
 
 
 @functools.partial(jax.jit, static_argnames="sizes")
-def _draw_weights(rng, table, targets, *, sizes):
-    """Draws the weights of all layers, given biases [F, R] and their target maps [F, n, n]."""
+def _draw_weights(rng, table, sizes):
+    """Draws the weights of all layers, given the bias [F, R] of each kernel."""
     order_rng, qk_rng, vo_rng = jax.random.split(rng, 3)
     filter_index = assign(order_rng, (sizes.num_layers, sizes.num_heads), len(table))
-    query, key, *_ = base_weights(qk_rng, dataclasses.replace(sizes, base_init="timm"))
-    maps = jax.nn.softmax(table[:, relative_index(sizes.grid)], axis=-1)
-    norm = jnp.sqrt(jnp.mean(jnp.stack([query, key]) ** 2) * sizes.width)
-    report = report_on_maps(targets, maps, norm=norm)
+    query, key, *_ = draws.base_weights(qk_rng, dataclasses.replace(sizes, base_init="timm"))
+    value, out = draws.value_and_projection(vo_rng, sizes)
     bias = jnp.swapaxes(table[filter_index], 1, 2)
-    value, out = value_and_projection(vo_rng, sizes)
-    return AttentionWeights(
-        query, key, value, out, report=report, filter_index=filter_index, bias=bias
-    )
+    return AttentionWeights(query, key, value, out, filter_index=filter_index, bias=bias)
 
 
 def bias_of_kernels(

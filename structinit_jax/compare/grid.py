@@ -19,9 +19,10 @@ from structinit_jax.compare import records, report
 from structinit_jax.compare.settings import find_baselines
 from structinit_jax.data.source import digest
 from structinit_jax.errors import InputError, StoppedError, prefixed, printable
-from structinit_jax.training import build, distributed, resume
+from structinit_jax.training import build, distributed
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.metrics import format_duration
+from structinit_jax.training.step import make_train_step
 from structinit_jax.training.train import PREEMPTED_EXIT_CODE, train
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
@@ -84,7 +85,7 @@ def describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
         model = build.make_model(config, build.make_mesh(config))
         build.make_scheme(config, model)
         optimizer = build.make_optimizer(config, schedule.learning_rate, model)
-        build.make_step(config, model, optimizer, schedule.learning_rate)
+        make_train_step(config, model, optimizer, schedule.learning_rate)
         digests = {
             f"{data.name} {data.train_split}": digest(train_source, dataset.class_names),
             f"{data.name} {data.eval_split}": digest(eval_source, dataset.class_names),
@@ -109,7 +110,7 @@ def _merge(workdir, new, settings):
         if name in old:
             earlier = [old[name]]  # others may read folders of the same name at other places
             place = f"the setting {name} in {workdir}"
-            resume.check_config(old[name]["config"], settings[name], records.matters, place)
+            workdir_lib.check_config(old[name]["config"], settings[name], records.matters, place)
             facts["seeds"] = sorted({*old[name]["seeds"], *facts["seeds"]})
         elif (workdir / name).exists():
             raise InputError(

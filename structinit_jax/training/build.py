@@ -1,14 +1,13 @@
-"""Builds the parts of a run from its config: data, mesh, schedule, model, optimizer and step.
+"""Builds the parts of a run from its config: data, mesh, schedule, model and optimizer.
 
 Nothing here allocates device memory, except for the batches. The functions raise `InputError` if
 fields of the config do not fit each other, the data or the devices.
 """
 
+import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -23,7 +22,7 @@ from structinit_jax.augment import Augment, make_augment
 from structinit_jax.checks import find, require
 from structinit_jax.data import datasets
 from structinit_jax.data.images import CenterCrop, RandomCrop
-from structinit_jax.data.loader import Batch, bytes_on_device, make_loader
+from structinit_jax.data.loader import Batch, make_loader
 from structinit_jax.data.source import Dataset, ImageSource, check_classes, count_common
 from structinit_jax.errors import InputError, prefixed
 from structinit_jax.models import create_model
@@ -31,10 +30,7 @@ from structinit_jax.training import optimizer as optimizer_lib
 from structinit_jax.training import sharding
 from structinit_jax.training.optimizer import Schedule
 from structinit_jax.training.state import AbstractModel, TrainState, abstract_model
-from structinit_jax.training.step import make_train_step
 
-# loss(logits [B, C], targets [B, C]) -> [B]; targets are probabilities, mixed and smoothed.
-LOSSES: Mapping[str, Callable] = {"softmax_cross_entropy": optax.softmax_cross_entropy}
 SEED = jax.ShapeDtypeStruct((), np.uint32)  # the last argument of the training step
 
 
@@ -103,15 +99,6 @@ def train_batches(
     # than the others: a split on the devices compiles its gather, another starts its threads.
     first = list(itertools.islice(batches, 1))
     return itertools.chain(first, batches)
-
-
-def data_bytes(config: ConfigDict, num_examples: int, num_eval_examples: int) -> int:
-    """Returns the bytes of both splits' images in the memory of every device."""
-    data = config.data
-    size = bytes_on_device(num_eval_examples, data.image_size, data.channels)
-    if config.augment.crop != "resized":  # Images with these crops are decoded for every batch.
-        size += bytes_on_device(num_examples, data.image_size, data.channels)
-    return size
 
 
 # -- mesh, schedule, model and optimizer -----------------------------------------------------------
@@ -238,13 +225,6 @@ def abstract_batch(config: ConfigDict, mesh: Mesh) -> dict[str, jax.ShapeDtypeSt
 
 def make_augmentation(config: ConfigDict, mesh: Mesh) -> Augment:
     """Returns the augmentation of training batches that are sharded over a mesh."""
-    batch_size = config.batch_size
-    require(
-        "config.augment.mix_group",
-        config.augment.mix_group,
-        f"a divisor of config.batch_size={batch_size}, or 0 to mix within the whole batch",
-        lambda group: group == 0 or batch_size % group == 0,
-    )
     return make_augment(
         config.augment,
         num_classes=config.model.num_classes,
@@ -252,25 +232,6 @@ def make_augmentation(config: ConfigDict, mesh: Mesh) -> Augment:
         std=config.data.std,
         label_smoothing=config.label_smoothing,
         mesh=mesh,
-    )
-
-
-def make_step(
-    config: ConfigDict,
-    model: AbstractModel,
-    optimizer: optax.GradientTransformation,
-    learning_rate: optax.Schedule,
-) -> Callable:
-    """Returns the training step, see `step.make_train_step`."""
-    return make_train_step(
-        model,
-        optimizer,
-        learning_rate,
-        make_augmentation(config, model.mesh),
-        loss=find(config.loss, LOSSES, "config.loss"),
-        accumulate_steps=config.accumulate_steps,
-        ema_decay=config.ema_decay,
-        mixes=config.augment.mixup > 0 or config.augment.cutmix > 0,
     )
 
 
@@ -286,14 +247,55 @@ def jit_step(step: Callable, mesh: Mesh, state: TrainState) -> jax.stages.Wrappe
     )
 
 
-def compile_in_background(step: jax.stages.Wrapped, *arguments: Any) -> Future:
-    """Compiles a jitted function for abstract arguments; `result()` waits for the program.
+# -- memory ----------------------------------------------------------------------------------------
 
-    XLA compiles in a thread of its own. JAX traces the function here, because its context managers
-    are thread-local.
+SAVE_MEMORY = (
+    "To save memory: --config.model.remat=dots (or full, which is slower), "
+    "--config.accumulate_steps=2 (or more), --config.model.dtype=bfloat16, --config.fsdp=N on N "
+    "devices"
+)
+
+
+def memory_limit() -> int | None:
+    """Returns the bytes that programs can use on each device; None if unknown, as on CPUs."""
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
+    return None if None in limits else min(limits)
+
+
+def check_memory(step: jax.stages.Compiled, limit: int | None) -> str:
+    """Returns the memory that a compiled step needs, such as '7,112 MiB of 14,515 MiB'.
+
+    `limit` is the number of bytes of one device that programs can use, None if unknown.
     """
-    lowered = step.lower(*arguments)
-    executor = ThreadPoolExecutor(1, "compile")
-    program = executor.submit(lowered.compile)
-    executor.shutdown(wait=False)  # The thread ends when it has compiled.
-    return program
+    needed = bytes_needed(step)
+    if limit is None:
+        return mib(needed)
+    text = f"{mib(needed)} of {mib(limit)}"
+    if needed > limit:
+        raise InputError(f"the training step needs {text} that each device has. {SAVE_MEMORY}")
+    return text
+
+
+def bytes_needed(step: jax.stages.Compiled) -> int:
+    """Returns the bytes of one device that a program and its arguments take while it runs."""
+    memory = step.memory_analysis()
+    # Outputs in the memory of donated arguments need no other.
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes
+
+
+@contextlib.contextmanager
+def explain_out_of_memory() -> Iterator[None]:
+    """Raises `InputError` with the fields to change if a device has too little memory."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        first_line = str(error).splitlines()[0]
+        raise InputError(f"a device ran out of memory ({first_line}). {SAVE_MEMORY}") from error
+
+
+def mib(size: int) -> str:
+    """Formats a number of bytes, for example '7,112 MiB'."""
+    return f"{size / 2**20:,.0f} MiB"

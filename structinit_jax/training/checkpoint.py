@@ -44,8 +44,8 @@ class Checkpoints:
     """The checkpoints of a run that is being trained: the newest `keep`, and the best one.
 
     Damaged checkpoints are reported and not used; `InputError` if there are several and none is
-    intact. Those that a kill left unfinished are deleted, unless their folder holds other files
-    too. `latest_step` is the step of the newest checkpoint, or None if there is none.
+    intact. Those that a kill left unfinished are deleted. `latest_step` is the step of the newest
+    checkpoint, or None if there is none.
     """
 
     def __init__(self, directory: epath.PathLike, keep: int):
@@ -94,7 +94,7 @@ class Checkpoints:
         """
         self.wait()
         num_indexes = jax.process_count() if self._staged else 1
-        run = run | {"version": files_lib.VERSION, "step": step, "num_indexes": num_indexes}
+        run = run | {"version": 2, "step": step, "num_indexes": num_indexes}
         folder = self.directory / str(step)
         if not self._staged:
             folder.mkdir(exist_ok=True)
@@ -152,7 +152,7 @@ class Checkpoints:
                     files_lib.copy(files, local, folder)
                 files_lib.write_index(folder, process, run, files)
             if process == 0:
-                files_lib.write_run(folder, run)
+                files_lib.write_json(folder / RUN, run)
                 self._runs[run["step"]] = run
                 self._remove_old()
 
@@ -199,8 +199,8 @@ def read_run(directory: epath.PathLike, step: int) -> dict[str, Any]:
 def restore(directory: epath.PathLike, step: int, abstract_state: TrainState) -> TrainState:
     """Restores a training state with the shapes, types and shardings of an abstract one.
 
-    Parts that are None there are not restored. Raises `InputError` if the checkpoint does not fit,
-    and names the first difference, or if it holds the state of another step.
+    Parts that are None there are not restored. Raises `InputError`, which names the first
+    difference, if the checkpoint does not fit.
     """
     folder = epath.Path(directory) / str(step)
     expected = _parts(abstract_state)
@@ -214,8 +214,6 @@ def restore(directory: epath.PathLike, step: int, abstract_state: TrainState) ->
         )
         restored = handler.restore(path, args=args)
     restored = jax.tree.map(_as_key_if, restored, {part: expected[part] for part in restored})
-    if (found := int(restored["step"])) != step:
-        raise InputError(f"checkpoint {folder} holds the state of step {found}: delete the folder")
     return TrainState(**dict.fromkeys(TrainState._fields) | restored)
 
 

@@ -8,8 +8,8 @@ A checkpoint is a folder `STEP/`, on a disk or in object storage:
 - `run.json`: the config, the data and the accuracy. It is written last.
 
 The JSON files end with their own checksums, and an index holds that of its `run.json`, so that
-files of another run or step are noticed. A checkpoint is intact if `state/` has the files of its
-indexes and all of them match their checksums.
+files of another run or step are noticed. A checkpoint is intact if all files of its indexes match
+their checksums.
 """
 
 import hashlib
@@ -17,18 +17,16 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from etils import epath
 from flax.traverse_util import flatten_dict
 
 from structinit_jax.errors import InputError
-from structinit_jax.files import PARTIAL, is_url, parse_json, read_file, write_atomically
+from structinit_jax.files import PARTIAL, read_file, write_atomically
 
 STATE = "state"
 RUN = "run.json"
-VERSION = 2
 _PART = re.compile(rf"state(\.orbax-checkpoint-tmp.*)?|index_\d+\.json|run\.json|{PARTIAL}.*")
 _STEP = re.compile(r"[1-9][0-9]{0,8}")  # fits int32
 
@@ -63,34 +61,23 @@ def index_path(folder: epath.Path, process: int) -> epath.Path:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-class OtherVersionError(InputError):
-    """A checkpoint is of another version of this package, which does not make it damaged."""
-
-
 def intact_runs(folders: Iterable[epath.Path]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields step and `run.json` of the intact checkpoints; reports the others."""
     for folder in folders:
         try:
             yield int(folder.name), _read_intact(folder)
-        except OtherVersionError:
-            raise
         except (OSError, InputError) as error:  # of missing files, and of damaged ones
             print(f"note: skipping checkpoint {folder}: {error}")
 
 
 def read_run(folder: epath.Path) -> dict[str, Any]:
-    """Reads `run.json`; `InputError` if it is damaged, or of another version of this package.
+    """Reads `run.json`; `InputError` if it is damaged.
 
     Its fields are 'version', 'step', 'num_indexes', 'config', 'class_names' by label, 'data_digest'
     of the training split, 'accuracy', which is None if the step was not evaluated, and
     'evaluation': what the accuracy was measured on.
     """
     run = _read_json(folder / RUN)
-    if (version := run.get("version", 1)) != VERSION:
-        raise OtherVersionError(
-            f"{folder} has version {version} of the format, but this package reads {VERSION}: use "
-            "the version of the package that wrote it, or another workdir"
-        )
     if str(run["step"]) != folder.name:
         raise InputError(f"{RUN} belongs to step {run['step']}")
     return run
@@ -121,23 +108,16 @@ def _read_intact(folder):
 
     run = read_run(folder)
     files = read_indexes(folder, run)
-    if not is_url(folder):  # from where only the files of the index are copied
-        for path in Path(folder / STATE).rglob("*"):
-            # Zarr has no other hidden files, and file managers leave some where they look.
-            needed = path.name == ".zarray" or not path.name.startswith(".")
-            name = path.relative_to(folder).as_posix()
-            if needed and name not in files and not path.is_dir():
-                raise InputError(f"{name} is in no index")
     in_threads(check, files.keys(), files.values())
     return run
 
 
 def _read_json(path):
-    """Reads what `_write_json` wrote; raises `InputError` if it is anything else."""
+    """Reads what `write_json` wrote; raises `InputError` if it is anything else."""
     line, _, checksum = read_file(path).partition(b"\n")
     if checksum != f"{_new_digest(line).hexdigest()}\n".encode():
         raise InputError(f"{path.name} does not match its checksum")
-    return parse_json(line, path.name)
+    return json.loads(line)
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -145,15 +125,10 @@ def _read_json(path):
 
 def write_index(folder: epath.Path, process: int, run: dict[str, Any], files: dict) -> None:
     """Writes the checksums of the files of a process, by name."""
-    _write_json(index_path(folder, process), {"run": _identity(run), "files": files})
+    write_json(index_path(folder, process), {"run": _identity(run), "files": files})
 
 
-def write_run(folder: epath.Path, run: dict[str, Any]) -> None:
-    """Writes `run.json`, which completes a checkpoint."""
-    _write_json(folder / RUN, run)
-
-
-def _write_json(path, content):
+def write_json(path: epath.Path, content: dict[str, Any]) -> None:
     """Writes a JSON object in one line, and its checksum in the next."""
     line = json.dumps(content).encode()
     write_atomically(path, line + f"\n{_new_digest(line).hexdigest()}\n".encode())

@@ -18,22 +18,22 @@ from jax.experimental import multihost_utils
 
 from structinit_jax.errors import InputError
 
+LOST_TIMEOUT = 60  # seconds without a sign of life, after which a process is given up
+
 
 def join(
     coordinator_address: str | None = None,
     num_processes: int | None = None,
     process_id: int | None = None,
-    timeout: float = 300,
-    lost_timeout: float = 60,
+    timeout: int = 300,
 ) -> None:
     """Connects this process to the others of a run. Only process 0 prints to stdout afterwards.
 
     Without arguments JAX finds the other processes on Cloud TPU, SLURM and GKE; elsewhere the run
     has a single process. `num_processes=1` disables the search. The coordinator, for example
     '10.0.0.1:1234', is process 0. JAX ends this process if the others do not join within `timeout`
-    seconds. Later, it ends all processes if one of them is silent for `lost_timeout` seconds; one
-    that has crashed waits as long for the others. Raises `InputError` if the arguments are
-    incomplete or do not fit together.
+    seconds. Later, it ends all processes if one of them is silent for `LOST_TIMEOUT`; one that has
+    crashed waits as long for the others.
     """
     given = (coordinator_address, num_processes, process_id)
     alone = given == (None, None, None) and not _in_cluster(os.environ)
@@ -46,10 +46,10 @@ def join(
         )
 
     newer = jax.__version_info__ >= (0, 8, 1)
-    shutdown = {"shutdown_timeout_seconds": round(lost_timeout)} if newer else {}
+    shutdown = {"shutdown_timeout_seconds": LOST_TIMEOUT} if newer else {}
     # If the others do not join, JAX aborts with a message that does not say so.
     print(
-        f"waiting up to {timeout:.0f} s until all processes have joined; to train on this machine "
+        f"waiting up to {timeout} s until all processes have joined; to train on this machine "
         "alone, pass --num_processes=1",
         file=sys.stderr,
         flush=True,
@@ -59,8 +59,8 @@ def join(
             *given,
             # Explicit arguments take precedence over SLURM's environment variables.
             cluster_detection_method="deactivate" if coordinator_address else None,
-            initialization_timeout=round(timeout),
-            heartbeat_timeout_seconds=round(lost_timeout),
+            initialization_timeout=timeout,
+            heartbeat_timeout_seconds=LOST_TIMEOUT,
             **shutdown,
         )
     except (RuntimeError, ValueError) as error:

@@ -45,15 +45,13 @@ def write_by_class(
 ) -> epath.Path:
     """Writes the accuracy of each class to `per_class.csv`, and returns the path.
 
-    `labels` and `predicted` are classes of examples; a label that is no class does not count.
+    `labels` and `predicted` are the classes of all examples.
     """
-    class_names = list(map(printable, class_names))  # of folders, whose names need not be text
-    num_classes = len(class_names)
-    known = (labels >= 0) & (labels < num_classes)
-    counts = np.bincount(labels[known], minlength=num_classes)
-    correct = np.bincount(labels[known & (labels == predicted)], minlength=num_classes)
+    counts = np.bincount(labels, minlength=len(class_names))
+    correct = np.bincount(labels[labels == predicted], minlength=len(class_names))
     rows = [
-        [name, n, k, k / n if n else ""]
+        # Names are those of folders, which need not be text.
+        [printable(name), n, k, k / n if n else ""]
         for name, n, k in zip(class_names, counts, correct, strict=True)
     ]
     path = epath.Path(folder) / "per_class.csv"

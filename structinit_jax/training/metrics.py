@@ -6,7 +6,6 @@ import json
 import math
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,14 @@ import jax
 import numpy as np
 from etils import epath, epy
 
-from structinit_jax.errors import InputError
-from structinit_jax.files import is_url, parse_json, read_file, write_atomically
+from structinit_jax.files import is_url, read_file, write_atomically
 from structinit_jax.training import distributed
+from structinit_jax.training.optimizer import Schedule
 
 with epy.lazy_imports():  # only the first process of a training run needs them
     import tensorboardX
     from tensorboardX.proto import event_pb2, summary_pb2
 
-# Steps dispatched ahead of the devices: enough to keep them busy, with few batches in memory.
-MAX_IN_FLIGHT = 2
 WAITS = ("data", "checkpoint", "evaluation")
 
 
@@ -33,7 +30,8 @@ def average(steps: Mapping[int, dict[str, Any]]) -> dict[str, float]:
     every = list(steps.values())
     means = {f"train/{name}": float(np.mean([m[name] for m in every])) for name in every[0]}
     del means["train/finite"]
-    return means | {"train/learning_rate": float(every[-1]["learning_rate"])}
+    means["train/learning_rate"] = float(every[-1]["learning_rate"])
+    return means
 
 
 class MetricsLog:
@@ -63,7 +61,7 @@ class MetricsLog:
         lines = read_metrics(earlier, start_step) if start_step else []
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
         self._lines = self._files.enter_context(path.open("a"))
-        suffix = f".{uuid.uuid4().hex[:8]}"  # two starts may share a second
+        suffix = f".{start_step}"  # Two starts may share a second.
         # The thread of a `SummaryWriter` prints a traceback when the disk is full.
         self._events = tensorboardX.event_file_writer.EventsWriter(str(folder / "events"), suffix)
         # TensorBoard drops the events of earlier files from this step on.
@@ -112,13 +110,11 @@ def read_metrics(path: epath.PathLike, last_step: int) -> list[dict[str, Any]]:
     *lines, _ = read_file(path).split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
-            values = parse_json(line, path)
-            is_wanted = values["step"] <= last_step
-        except (InputError, LookupError, TypeError):
+            values = json.loads(line)
+            if values["step"] <= last_step:
+                metrics.append(values)
+        except (ValueError, LookupError, TypeError):
             print(f"note: {path}: line {number} cannot be read")
-            continue
-        if is_wanted:
-            metrics.append(values)
     return metrics
 
 
@@ -128,9 +124,8 @@ class Progress:
     tqdm would count evaluations as training time.
     """
 
-    def __init__(self, start_step: int, num_steps: int, steps_per_epoch: float, batch_size: int):
-        self._num_steps = num_steps
-        self._steps_per_epoch = steps_per_epoch
+    def __init__(self, start_step: int, schedule: Schedule, batch_size: int):
+        self._schedule = schedule
         self._batch_size = batch_size
         self._last_step = start_step
         self._last_time = time.perf_counter()
@@ -161,9 +156,10 @@ class Progress:
 
     def show(self, step: int, values: dict[str, float]) -> None:
         """Prints metrics, including the values that `measure` returned."""
-        left = (self._num_steps - step) * self._batch_size / values["images_per_second"]
+        schedule = self._schedule
+        left = (schedule.num_steps - step) * self._batch_size / values["images_per_second"]
         print(
-            f"step {step}/{self._num_steps}  epoch {step / self._steps_per_epoch:.1f}  "
+            f"step {step}/{schedule.num_steps}  epoch {step / schedule.steps_per_epoch:.1f}  "
             f"loss {values['train/loss']:.4f}  lr {values['train/learning_rate']:.2e}  "
             f"{values['images_per_second']:.0f} images/s  {format_duration(left)} left",
             flush=True,
@@ -175,38 +171,19 @@ def format_duration(seconds: float) -> str:
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
-class StepTrace:
-    """Records a JAX profiler trace of four steps on the first process.
+@contextlib.contextmanager
+def record_trace(workdir: epath.PathLike) -> Iterator[None]:
+    """Records a trace of JAX's profiler within the context, for XProf and Perfetto.
 
-    The first of them is `first_step`; None records no trace. Files for XProf and Perfetto go to
-    `profile/` in the workdir, or in the working directory if the workdir is in object storage.
-    clu.periodic_actions.Profile would import TensorFlow, and writes no Perfetto file.
+    Its files go to `profile/` in the workdir, or in the working directory if the workdir is in
+    object storage. clu's Profile would import TensorFlow, and writes no Perfetto file.
     """
-
-    def __init__(self, workdir: epath.PathLike, first_step: int | None):
-        self._directory = Path("profile") if is_url(workdir) else Path(workdir) / "profile"
-        self._first = first_step if jax.process_index() == 0 else None
-        self._running = False
-
-    def after(self, step: int, state: Any) -> None:
-        """Starts the trace after the step before the first one, and stops it after the last."""
-        if step + 1 == self._first:
-            options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # tracing Python calls would slow the steps down
-            jax.profiler.start_trace(
-                self._directory, create_perfetto_trace=True, profiler_options=options
-            )
-            self._running = True
-        elif self._running and step == self._first + 3:
-            jax.block_until_ready(state)
-            self.close()
-
-    def close(self) -> None:
-        """Writes the trace, also of a run that ends before its last step."""
-        if self._running:
-            self._running = False
-            jax.profiler.stop_trace()
-            print(
-                f"wrote a trace from step {self._first} on to {self._directory}: open "
-                "perfetto_trace.json.gz at https://ui.perfetto.dev, or the directory with XProf"
-            )
+    directory = Path("profile") if is_url(workdir) else Path(workdir) / "profile"
+    print(
+        f"writing a trace to {directory}: open perfetto_trace.json.gz at https://ui.perfetto.dev, "
+        "or the directory with XProf"
+    )
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # tracing Python calls would slow the steps down
+    with jax.profiler.trace(directory, create_perfetto_trace=True, profiler_options=options):
+        yield

@@ -29,8 +29,7 @@ def make_mesh(fsdp: int = 1, devices: Sequence[jax.Device] | None = None) -> Mes
     """Arranges devices on two axes, 'data' and 'fsdp'. Devices along 'fsdp' are neighbors.
 
     Batches are sharded over both axes, the training state over 'fsdp' only, so that `fsdp` devices
-    share one copy of it. By default, all devices of all processes are used. Raises `InputError` if
-    `fsdp` does not divide their number.
+    share one copy of it. By default, all devices of all processes are used.
     """
     # They are sorted, so that the devices of a process hold one contiguous part of every batch.
     devices = sorted(devices or jax.devices(), key=lambda d: (d.process_index, d.id))

@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from structinit_jax.attention_init import AttentionInit
-from structinit_jax.attention_init.sites import SolveReport
 from structinit_jax.attention_init.solve import reach_warning
 from structinit_jax.errors import InputError, prefixed, printable
 from structinit_jax.models.timm import select_weights
@@ -100,39 +99,28 @@ def abstract_state(
 
 
 class InitialModel(NamedTuple):
-    """The initial arrays of a model, and what the scheme that set them reports."""
+    """The arrays that a run starts from, and what the scheme that set them reports."""
 
     weights: tuple[dict[str, Any], dict[str, Any]]  # parameters and model state
-    report: SolveReport | None  # averaged over the stacks; None from a scheme that does not solve
+    # 'init/seconds', 'init/compile_seconds' and, of a scheme that solves, 'init/loss' and the rest
+    # of its report, averaged over the stacks. Empty if the weights are those of a file.
+    metrics: dict[str, float]
     # By the name of each stack whose heads have targets: the index of each head's map, and the
     # distinct maps. Last layers without targets have no row of indices.
     targets: dict[str, tuple[Int[Array, "first h"], Float[Array, "F N N"]]]
-    compile_seconds: float
-    seconds: float
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """'init/seconds', 'init/compile_seconds', 'init/loss' and the rest of the report."""
-        values = {"seconds": self.seconds, "compile_seconds": self.compile_seconds}
-        if self.report is not None:
-            values |= self.report._asdict()
-        return {f"init/{name}": float(value) for name, value in values.items()}
-
-    def __str__(self) -> str:
-        text = f"{self.seconds:.2f} s (plus {self.compile_seconds:.2f} s to compile)"
-        report = self.report
-        if report is None:
-            return text
-        text += (
-            f", loss {report.loss:.2e}; without image content, {100 * report.target_mass:.1f} % of "
-            f"the attention on target, {100 * report.hit_rate:.0f} % of the rows peak on target"
-        )
-        warning = reach_warning(report)
-        return f"{text}\nwarning: {warning}" if warning else text
 
 
-def initialize_model(model: AbstractModel, scheme: AttentionInit, seed: int) -> InitialModel:
-    """Draws the arrays of a model, and replaces those that a scheme sets."""
+def initialize_model(
+    config: ConfigDict, model: AbstractModel, scheme: AttentionInit
+) -> InitialModel:
+    """Draws the arrays of a model and replaces those that a scheme sets; prints how well.
+
+    With `config.start_from`, the weights are those of this file, and the scheme is not used.
+    """
+    if config.start_from:
+        weights = initialize_from_file(model, config.seed, config.start_from)
+        print(f"weights selected from {printable(config.start_from)}, without a scheme")
+        return InitialModel(weights, {}, {})
 
     def draw(seed):
         params_rng, attention_rng, _ = split_seed(seed)
@@ -140,42 +128,36 @@ def initialize_model(model: AbstractModel, scheme: AttentionInit, seed: int) -> 
         stacks = network.initialize_attention(scheme, attention_rng)
         # Only some kinds of weights have reports and targets.
         reports = [w.report for w in stacks.values() if getattr(w, "report", None) is not None]
-        report = None
-        if reports:
-            report = jax.tree.map(lambda *values: sum(values) / len(values), *reports)
         targets = {
             name: (w.filter_index, w.targets)
             for name, w in stacks.items()
             if getattr(w, "targets", None) is not None
         }
-        return split_model(network)[1:], report, targets
+        return split_model(network)[1:], reports, targets
 
-    seed = np.uint32(seed)  # The key is made and split in `draw`, within one program.
+    seed = np.uint32(config.seed)  # The key is made and split in `draw`, within one program.
     start = time.perf_counter()
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (model.params, model.model_state))
     replicated = sharding.replicated(model.mesh)
     traced = jax.jit(draw, out_shardings=(shardings, replicated, replicated)).lower(seed)
     program = traced.compile(_options_for_one_run())
     compiled = time.perf_counter()
-    weights, report, targets = jax.block_until_ready(program(seed))
+    weights, reports, targets = jax.block_until_ready(program(seed))
     seconds = time.perf_counter() - compiled
-    return InitialModel(weights, jax.device_get(report), targets, compiled - start, seconds)
-
-
-def initial_weights(
-    config: ConfigDict, model: AbstractModel, scheme: AttentionInit
-) -> tuple[tuple[dict[str, Any], dict[str, Any]], dict[str, float], dict[str, Any]]:
-    """Returns the weights that a run starts from, with `InitialModel`'s metrics and targets.
-
-    They are those of `config.start_from`, which has neither, or of the scheme.
-    """
-    if config.start_from:
-        weights = initialize_from_file(model, config.seed, config.start_from)
-        print(f"weights selected from {printable(config.start_from)}, without a scheme")
-        return weights, {}, {}
-    initial = initialize_model(model, scheme, config.seed)
-    print(f"attention_init {config.attention_init.name}: {initial}", flush=True)
-    return initial.weights, initial.metrics, initial.targets
+    metrics = {"seconds": seconds, "compile_seconds": compiled - start}
+    text = f"{seconds:.2f} s (plus {compiled - start:.2f} s to compile)"
+    if reports:
+        report = jax.tree.map(lambda *values: float(np.mean(values)), *jax.device_get(reports))
+        metrics |= report._asdict()
+        text += (
+            f", loss {report.loss:.2e}; without image content, {100 * report.target_mass:.1f} % of "
+            f"the attention on target, {100 * report.hit_rate:.0f} % of the rows peak on target"
+        )
+        if warning := reach_warning(report):
+            text += f"\nwarning: {warning}"
+    print(f"attention_init {config.attention_init.name}: {text}", flush=True)
+    metrics = {f"init/{name}": value for name, value in metrics.items()}
+    return InitialModel(weights, metrics, targets)
 
 
 def initialize_from_file(
@@ -184,7 +166,7 @@ def initialize_from_file(
     """Selects the weights of a model from those of a larger one in a safetensors file.
 
     This is the method of Xu et al. 2024, "Initializing Models with Larger Ones". The head is drawn.
-    Returns parameters and model state. Raises `InputError` if the file's weights do not fit.
+    Returns parameters and model state.
     """
     try:
         teacher = load_file(Path(path).expanduser())
@@ -197,12 +179,9 @@ def initialize_from_file(
     student = nnx.merge(model.graphdef, *jax.device_get(draw(np.uint32(seed))))
     with prefixed(f"config.start_from={path!r} does not fit the model: "):
         student = select_weights(teacher, student)
-
-    def place(weight, like):
-        weight = np.asarray(weight)
-        return jax.make_array_from_callback(like.shape, like.sharding, lambda i: weight[i])
-
-    return jax.tree.map(place, split_model(student)[1:], (model.params, model.model_state))
+    weights = jax.tree.map(np.asarray, split_model(student)[1:])
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (model.params, model.model_state))
+    return jax.device_put(weights, shardings)
 
 
 def initialize_state(

@@ -1,55 +1,64 @@
-"""The training step and the evaluation step as pure functions."""
+"""The training step as a pure function, and the evaluation of a state on a split."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
-from jaxtyping import Array, ArrayLike
+from jaxtyping import ArrayLike, Int
+from ml_collections import ConfigDict
 
-from structinit_jax.augment import Augment, normalize
-from structinit_jax.data.loader import Batch
+from structinit_jax.augment import normalize
+from structinit_jax.checks import find
+from structinit_jax.data.images import CenterCrop
+from structinit_jax.data.loader import Batch, make_loader
+from structinit_jax.data.source import ImageSource
 from structinit_jax.rngs import step_rngs
-from structinit_jax.training.sharding import gather_outside_stacks
+from structinit_jax.training import build, sharding
 from structinit_jax.training.state import AbstractModel, TrainState, split_model
 
 Metrics = dict[str, Any]
+# loss(logits [B, C], targets [B, C]) -> [B]; targets are probabilities, mixed and smoothed.
+LOSSES: Mapping[str, Callable] = {"softmax_cross_entropy": optax.softmax_cross_entropy}
+# Steps dispatched ahead of the devices: enough to keep them busy, with few batches in memory.
+MAX_IN_FLIGHT = 2
+
+
+# -- training --------------------------------------------------------------------------------------
 
 
 def make_train_step(
+    config: ConfigDict,
     model: AbstractModel,
     optimizer: optax.GradientTransformation,
     learning_rate: optax.Schedule,
-    augment: Augment,
-    *,
-    loss: Callable[..., Array],
-    accumulate_steps: int = 1,
-    ema_decay: float = 0.0,
-    mixes: bool = False,
 ) -> Callable[[TrainState, Batch, ArrayLike], tuple[TrainState, Metrics]]:
     """Builds the training step, `(state, batch, seed) -> (state, metrics)`.
 
     The seed is an argument, so that runs that differ only in it share one compiled program.
 
-    The metrics are 'loss', 'accuracy' (unless `mixes`, since mixed images have two classes),
-    'learning_rate', 'gradient_norm' and 'finite': whether the new state has no NaN or infinity.
-
-    `loss` maps logits and targets, both [B, classes], to losses [B]. To save memory, each batch is
-    split into `accumulate_steps` parts. The schedule `learning_rate` is only for the metrics; the
-    optimizer has its own. `ema_decay` is the weight of the old average in the new one, if the state
-    has averages. Gradients and new weights stay sharded over the mesh.
+    The metrics are 'loss', 'accuracy' (unless images are mixed, since these have two classes),
+    'learning_rate', 'gradient_norm' and 'finite': whether the new state has no NaN or infinity. The
+    schedule `learning_rate` is only for the metrics; the optimizer has its own. Gradients and new
+    weights stay sharded over the mesh.
     """
+    mesh = model.mesh
+    augment = build.make_augmentation(config, mesh)
+    mixes = config.augment.mixup > 0 or config.augment.cutmix > 0
+    ema_decay = config.ema_decay
+    loss = find(config.loss, LOSSES, "config.loss")
     value_and_grad = _make_value_and_grad(model.graphdef, loss)
-    if accumulate_steps > 1:
-        value_and_grad = _in_parts(value_and_grad, accumulate_steps)
+    if config.accumulate_steps > 1:
+        value_and_grad = _in_parts(value_and_grad, config.accumulate_steps)
 
     def train_step(state: TrainState, batch: Batch, seed: ArrayLike) -> tuple[TrainState, Metrics]:
         augment_rng, rng = step_rngs(seed, state.step)
         batch = augment(augment_rng, batch["image"], batch["label"])
-        params = gather_outside_stacks(state.params, model.mesh, model.stacks)
+        params = sharding.gather_outside_stacks(state.params, mesh, model.stacks)
         result = value_and_grad(params, state.model_state, batch, rng)
         (loss, (accuracy, model_state)), grads = result
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -126,30 +135,74 @@ def _is_finite(tree):
     return jnp.isfinite(jnp.stack([jnp.sum(x) for x in sums.values()])).all()
 
 
+# -- evaluation ------------------------------------------------------------------------------------
+
+
+class Evaluation(NamedTuple):
+    """The results of an evaluation.
+
+    `metrics` has 'eval/loss', the cross-entropy, and 'eval/accuracy'. `labels` and `predicted` are
+    the classes of all examples.
+    """
+
+    metrics: dict[str, float]
+    labels: Int[np.ndarray, " n"]
+    predicted: Int[np.ndarray, " n"]
+
+    def __str__(self) -> str:
+        loss = self.metrics["eval/loss"]
+        return f"eval loss {loss:.4f}  eval accuracy {self.metrics['eval/accuracy']:.4f}"
+
+
+def make_evaluator(
+    config: ConfigDict, model: AbstractModel, source: ImageSource
+) -> Callable[[TrainState], Evaluation]:
+    """Returns a function that evaluates states of a model on all examples of a split.
+
+    The model is on the mesh of the states. Batches have the size of those that training computes at
+    once, rounded up to a multiple of the number of devices: any gives the same results.
+    """
+    data = config.data
+    mesh = model.mesh
+    step = make_eval_step(model, data.mean, data.std)
+    step = jax.jit(step, out_shardings=sharding.replicated(mesh))
+    loader = make_loader(source, mesh, CenterCrop(data.image_size, data.crop_fraction))
+    batch_size = -(-config.batch_size // (config.accumulate_steps * mesh.size)) * mesh.size
+
+    def evaluate(state):
+        parts = []
+        for batch in loader.eval_batches(batch_size=batch_size):
+            parts.append(step(*state.weights, batch))
+            jax.block_until_ready(parts[-MAX_IN_FLIGHT - 1 : -MAX_IN_FLIGHT])
+        every = jax.tree.map(lambda *values: np.concatenate(values), *jax.device_get(parts))
+        every = {name: values[every["mask"] > 0] for name, values in every.items()}
+        metrics = {
+            "eval/loss": float(np.mean(every["loss"], dtype=np.float64)),
+            "eval/accuracy": float(np.mean(every["predicted"] == every["label"])),
+        }
+        return Evaluation(metrics, every["label"], every["predicted"])
+
+    return evaluate
+
+
 def make_eval_step(
     model: AbstractModel, mean: Sequence[float], std: Sequence[float]
 ) -> Callable[[dict, dict, Batch], Metrics]:
-    """Builds the evaluation step, `(params, model_state, batch) -> sums`.
+    """Builds the evaluation step, `(params, model_state, batch) -> results`.
 
-    The sums 'loss', 'correct' and 'count' are over the examples whose mask is 1. In addition there
-    are 'label' and 'predicted', the classes of each example; the label is -1 where the mask is 0.
-    `mean` and `std` are per channel, of pixels scaled to [0, 1].
+    The results are by example: the 'loss', the 'label' and the 'predicted' class, and the 'mask',
+    which is 0 for padding. `mean` and `std` are per channel, of pixels scaled to [0, 1].
     """
 
     def eval_step(params: dict, model_state: dict, batch: Batch) -> Metrics:
         images = normalize(batch["image"], tuple(mean), tuple(std))
-        params = gather_outside_stacks(params, model.mesh, model.stacks)
+        params = sharding.gather_outside_stacks(params, model.mesh, model.stacks)
         logits, _ = nnx.merge(model.graphdef, params, model_state)(images)
-        labels = batch["label"]
-        mask = batch["mask"]
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        predicted = logits.argmax(-1)
         return {
-            "loss": jnp.sum(jnp.where(mask > 0, losses, 0)),
-            "correct": jnp.sum((predicted == labels) * mask),
-            "count": jnp.sum(mask),
-            "label": jnp.where(mask > 0, labels, -1),
-            "predicted": predicted,
+            "loss": optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]),
+            "label": batch["label"],
+            "predicted": logits.argmax(-1),
+            "mask": batch["mask"],
         }
 
     return eval_step

@@ -4,6 +4,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -14,12 +15,12 @@ from ml_collections import ConfigDict
 
 from structinit_jax import files
 from structinit_jax.data.source import digest
-from structinit_jax.errors import InputError, StoppedError
-from structinit_jax.training import build, checkpoint, distributed, memory, resume, sharding
+from structinit_jax.errors import StoppedError
+from structinit_jax.training import build, checkpoint, distributed, sharding
 from structinit_jax.training import state as state_lib
 from structinit_jax.training import workdir as workdir_lib
-from structinit_jax.training.evaluation import describe, make_evaluator
-from structinit_jax.training.metrics import MAX_IN_FLIGHT, MetricsLog, Progress, StepTrace, average
+from structinit_jax.training.metrics import MetricsLog, Progress, average, record_trace
+from structinit_jax.training.step import MAX_IN_FLIGHT, make_evaluator, make_train_step
 
 with epy.lazy_imports():  # They are first used while the training step compiles.
     from clu import parameter_overview
@@ -59,7 +60,7 @@ def train(
     """
     with contextlib.ExitStack() as on_exit:
         began = time.perf_counter()
-        on_exit.enter_context(memory.explain_out_of_memory())
+        on_exit.enter_context(build.explain_out_of_memory())
         on_exit.enter_context(files.report_full_disk(workdir))
 
         # -- Data and workdir ----------------------------------------------------------------------
@@ -75,8 +76,8 @@ def train(
         scheme = build.make_scheme(config, model)
         optimizer = build.make_optimizer(config, schedule.learning_rate, model)
         abstract_state = state_lib.abstract_state(model, optimizer, config.ema_decay > 0)
-        step_function = build.make_step(config, model, optimizer, schedule.learning_rate)
-        train_step = build.jit_step(step_function, mesh, abstract_state)
+        train_step = make_train_step(config, model, optimizer, schedule.learning_rate)
+        train_step = build.jit_step(train_step, mesh, abstract_state)
 
         # -- Record of the run ---------------------------------------------------------------------
         names = list(dataset.class_names)
@@ -95,9 +96,10 @@ def train(
 
         # -- Training step -------------------------------------------------------------------------
         # It is compiled ahead of time, so that a batch or a state of an unexpected shape is an
-        # error instead of a second compilation. Meanwhile, state and batches are prepared.
-        step_arguments = abstract_state, build.abstract_batch(config, mesh), build.SEED
-        compiling = build.compile_in_background(train_step, *step_arguments)
+        # error instead of a second compilation. XLA compiles in a thread of its own, while state
+        # and batches are prepared. JAX traces here, as its context managers are thread-local.
+        lowered = train_step.lower(abstract_state, build.abstract_batch(config, mesh), build.SEED)
+        compiling = ThreadPoolExecutor(1, "compile").submit(lowered.compile)
 
         # -- State: initialized, or restored from the newest checkpoint ----------------------------
         checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
@@ -105,12 +107,14 @@ def train(
         start_step = checkpoints.latest_step or 0
         init_metrics = {}
         if start_step:
-            _check_resume(config, schedule, checkpoints, record, workdir)
+            saved = checkpoint.read_run(checkpoints.directory, start_step)
+            place = f"step {start_step} in {workdir}"
+            workdir_lib.check_resume(saved, record, config, schedule.num_steps, place)
             state = checkpoint.restore(checkpoints.directory, start_step, abstract_state)
-            print(f"resumed from step {start_step} in {workdir}")
+            print(f"resumed from {place}")
         else:
             print(parameter_overview.get_parameter_overview(model.params, include_stats=False))
-            weights, init_metrics = state_lib.initial_weights(config, model, scheme)[:2]
+            weights, init_metrics, _ = state_lib.initialize_model(config, model, scheme)
             state = state_lib.initialize_state(*weights, optimizer, abstract_state)
             del weights  # The state has taken over their memory.
         if jax.process_index() == 0:
@@ -124,9 +128,8 @@ def train(
         batches = build.train_batches(config, train_source, mesh, start_step, schedule.num_steps)
         evaluate = make_evaluator(config, model, eval_source)
         train_step = compiling.result()
-        data_bytes = build.data_bytes(config, len(train_source), len(eval_source))
-        needs = memory.check_memory(train_step, data_bytes, memory.memory_limit())
-        print(f"memory per device: {needs}")
+        memory = build.check_memory(train_step, build.memory_limit())
+        print(f"memory per device: {memory}")
 
         # -- Loop ----------------------------------------------------------------------------------
         print(
@@ -138,12 +141,11 @@ def train(
         # The metrics of steps stay on the devices until they are logged: to wait for those of each
         # step would leave the devices idle until the host has started the next one.
         pending = {}
-        progress = Progress(
-            start_step, schedule.num_steps, schedule.steps_per_epoch, config.batch_size
-        )
-        trace = StepTrace(workdir, profile_step and start_step + profile_step)
-        on_exit.callback(trace.close)
-        trace.after(start_step, state)
+        progress = Progress(start_step, schedule, config.batch_size)
+        trace = on_exit.enter_context(contextlib.ExitStack())
+        first_traced = start_step + profile_step if profile_step else None
+        if profile_step and first_traced > schedule.num_steps:
+            print(f"note: profile_step={profile_step} is beyond the last step: no step is traced")
         # The seed is on the devices, since the loop transfers nothing implicitly.
         seed = jax.device_put(np.uint32(config.seed), sharding.replicated(mesh))
         stop_request = on_exit.enter_context(stop_request or distributed.StopRequest())
@@ -151,13 +153,17 @@ def train(
         # An implicit transfer would wait for the devices in every step, so it is an error.
         on_exit.enter_context(jax.transfer_guard("disallow"))
         for step in range(start_step + 1, schedule.num_steps + 1):
+            if step == first_traced and jax.process_index() == 0:
+                trace.enter_context(record_trace(workdir))
             with progress.wait("data"):
                 batch = next(batches)
             state, metrics = train_step(state, batch, seed)
             pending[step] = metrics
             # The host is at most this many steps ahead, as each holds the memory of a batch.
             jax.block_until_ready(pending.get(step - MAX_IN_FLIGHT))
-            trace.after(step, state)
+            if profile_step and step == first_traced + 3:
+                jax.block_until_ready(state)
+                trace.close()
             if step == start_step + 1:
                 # Waiting for this step alone costs little, and tells how long the start took.
                 jax.block_until_ready(metrics)
@@ -181,7 +187,7 @@ def train(
                     evaluation = evaluate(state)
                 results = evaluation.metrics
                 log.write(step, results)
-                print(f"step {step}  {describe(results)}", flush=True)
+                print(f"step {step}  {evaluation}", flush=True)
             if saves:
                 record["accuracy"] = results["eval/accuracy"] if evaluates else None
                 with progress.wait("checkpoint"):
@@ -218,21 +224,6 @@ def _check_processes(record, workdir):
     fields = flatten_dict(record["config"], sep=".")
     del fields["data.data_dir"]  # Each host may have its own copy of the data.
     distributed.check_equal(record | {"config": fields, "workdir": workdir_lib.identify(workdir)})
-
-
-def _check_resume(config, schedule, checkpoints, record, workdir):
-    """Raises `InputError` unless config and data continue the run of the newest checkpoint."""
-    step = checkpoints.latest_step
-    saved = checkpoint.read_run(checkpoints.directory, step)
-    place = f"step {step} in {workdir}"
-    if changed := resume.check_run(saved, config, record["data_digest"], place):
-        print(f"config changed since the checkpoint:\n{changed}")
-    if step > schedule.num_steps:
-        field = "num_steps" if config.num_steps else "num_epochs"
-        raise InputError(
-            f"workdir={workdir} has a checkpoint of step {step}, but the config ends at step "
-            f"{schedule.num_steps}: raise config.{field}, or use another workdir"
-        )
 
 
 def _check_finite(steps, checkpoints):

@@ -1,29 +1,42 @@
-"""The output directory of a run, which one run at a time may use."""
+"""The output directory of a run: one run at a time uses it, and only the same run resumes from it.
+
+What may change in the config depends on what a checkpoint is for. `check_config` takes a function
+that says whether the value of a field, such as 'model.depth', must stay: `decides_weights`,
+`decides_start` or `decides_run`, each of which includes the one before.
+"""
 
 import contextlib
 import fcntl
+import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 from etils import epath
+from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
+from ml_collections import ConfigDict
 
 from structinit_jax.errors import InputError
 from structinit_jax.files import is_url, open_path, read_file
 from structinit_jax.training import distributed
 
 LOCK = ".lock"
+# How a model is computed and regularized: its trained weights do not depend on it.
+COMPUTATION = ("model.drop_path", "model.dtype", "model.remat")
+
+
+# -- use by one run at a time ----------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def open_workdir(workdir: epath.PathLike) -> Iterator[epath.Path]:
     """Creates and locks the output directory of a run within the context.
 
-    In object storage there is no lock: make sure that one run at a time uses a directory. Raises
-    `InputError` if the directory cannot be used, or if another run uses it.
+    In object storage there is no lock: make sure that one run at a time uses a directory.
     """
     if is_url(workdir):
         yield open_path(workdir)
@@ -37,10 +50,7 @@ def open_workdir(workdir: epath.PathLike) -> Iterator[epath.Path]:
 
 
 def prepare_workdir(workdir: epath.PathLike) -> Path:
-    """Creates the output directory and returns its absolute path.
-
-    Raises `InputError` if it cannot be created or written to, or is a URL.
-    """
+    """Creates the output directory and returns its absolute path."""
     if is_url(workdir):
         raise InputError(f"workdir={workdir} is a URL, but this command needs a directory")
     path = Path(workdir).expanduser().absolute()
@@ -57,8 +67,7 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
     """Holds an exclusive lock on the directory within the context.
 
     The operating system releases the lock when the process ends, even after a SIGKILL. Between
-    hosts the lock works only if the network file system supports it. Raises `InputError` if another
-    run holds it.
+    hosts the lock works only if the network file system supports it.
     """
     # filelock does not record which process holds a lock.
     with (workdir / LOCK).open("a+") as file:
@@ -86,3 +95,85 @@ def identify(workdir: epath.Path) -> str | None:
         return str(workdir)
     lock = workdir / LOCK
     return read_file(lock).decode(errors="replace") if lock.exists() else None
+
+
+# -- resuming --------------------------------------------------------------------------------------
+
+
+def decides_weights(field: str) -> bool:
+    """Whether trained weights need the value of a field."""
+    return field.startswith(("model.", "data.mean", "data.std")) and field not in COMPUTATION
+
+
+def decides_start(field: str) -> bool:
+    """Whether the initial weights depend on a field, or the trained ones need its value."""
+    return decides_weights(field) or field.startswith(("attention_init.", "start_from", "seed"))
+
+
+def decides_run(field: str) -> bool:
+    """Whether a run with another value of a field would be another run."""
+    return decides_start(field) or field in (
+        "batch_size",
+        "optimizer",
+        "data.name",
+        "data.train_split",
+        "data.repeats",
+        "data.drop_remainder",
+        "data.image_size",
+        "data.channels",
+    )
+
+
+def check_resume(
+    saved: Mapping[str, Any],
+    record: Mapping[str, Any],
+    config: ConfigDict,
+    num_steps: int,
+    place: str,
+) -> None:
+    """Checks that a run of `num_steps` continues that of a checkpoint; prints changed fields.
+
+    `saved` is the record of the checkpoint, `record` that of the run. `place` names the checkpoint
+    in messages, for example 'step 400 in /tmp/digits'.
+    """
+    if changed := check_config(saved["config"], config, decides_run, place):
+        print(f"config changed since the checkpoint:\n{changed}")
+    if saved["data_digest"] != record["data_digest"]:
+        raise InputError(
+            f"config.data.train_split={config.data.train_split!r} does not hold the examples and "
+            f"classes that {place} was trained on: restore the old data, or start a new run in "
+            "another workdir"
+        )
+    if saved["step"] > num_steps:
+        field = "num_steps" if config.num_steps else "num_epochs"
+        raise InputError(
+            f"{place} is beyond the last step of the config, {num_steps}: raise config.{field}, or "
+            "use another workdir"
+        )
+
+
+def check_config(
+    old: Mapping[str, Any], config: ConfigDict, must_stay: Callable[[str], bool], place: str
+) -> str:
+    """Lists the fields that differ from an old config, as read from JSON, one a line.
+
+    Fields that only one config has, since another version wrote the other, are left out. Raises
+    `InputError` if the rest include one that `must_stay` as in `place`.
+    """
+    old = flatten_dict(old, sep=".")
+    new = flatten_dict(json.loads(config.to_json()), sep=".")  # with lists for tuples, as in `old`
+    # An option of the scheme that is not set has its default, and is shown as None.
+    options = [field for field in old.keys() | new.keys() if field.startswith("attention_init.")]
+    old = dict.fromkeys(options) | old
+    new = dict.fromkeys(options) | new
+    changed = [field for field in sorted(old.keys() & new.keys()) if old[field] != new[field]]
+
+    def describe(fields):
+        return "\n".join(f"  {field}: {old[field]!r} -> {new[field]!r}" for field in fields)
+
+    if refused := [field for field in changed if must_stay(field)]:
+        raise InputError(
+            f"these fields of the config must be as in {place}:\n{describe(refused)}\n"
+            "Restore the old values, or use another workdir"
+        )
+    return describe(changed)

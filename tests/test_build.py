@@ -1,4 +1,4 @@
-"""The memory of the training step, and the fields that save it."""
+"""The parts of a run that a config describes, and the memory of its step."""
 
 import jax
 import jax.numpy as jnp
@@ -7,17 +7,26 @@ from conftest import set_up
 
 from structinit_jax.errors import InputError
 from structinit_jax.training import build
-from structinit_jax.training.memory import bytes_needed, check_memory, explain_out_of_memory
+from structinit_jax.training.build import bytes_needed, check_memory, explain_out_of_memory
 
 
-def test_a_step_fits_what_images_leave():
+def test_a_split_that_overlaps_the_training_split_is_noted(tiny_config, capsys):
+    assert "note" not in capsys.readouterr().out
+    build.open_splits(tiny_config, build.open_data(tiny_config))
+    assert capsys.readouterr().out == ""
+    tiny_config.data.eval_split = "train[300:400]"
+    build.open_splits(tiny_config, build.open_data(tiny_config))
+    assert capsys.readouterr().out.startswith("note: training sees 84 examples of the evaluation")
+
+
+def test_a_step_must_fit_the_memory():
     step = jax.jit(jnp.sort).lower(jnp.zeros(10**6)).compile()
     needed = bytes_needed(step)
     assert needed >= 2 * 4 * 10**6  # argument and result
-    assert check_memory(step, 1000, None) == f"{needed / 2**20:,.0f} MiB"
-    assert check_memory(step, 1000, needed + 1000).startswith(f"{needed / 2**20:,.0f} MiB of ")
+    assert check_memory(step, None) == f"{needed / 2**20:,.0f} MiB"
+    assert check_memory(step, needed).startswith(f"{needed / 2**20:,.0f} MiB of ")
     with pytest.raises(InputError, match=r"config\.model\.remat"):
-        check_memory(step, 1001, needed + 1000)
+        check_memory(step, needed - 1)
 
 
 def test_out_of_memory_names_fields_and_other_errors_pass():
@@ -38,5 +47,4 @@ def test_recomputing_saves_memory(tiny_config):
         tiny_config.model.remat = remat
         setup = set_up(tiny_config)
         needed.append(bytes_needed(setup.train_step.lower(*setup.arguments).compile()))
-    assert build.data_bytes(tiny_config, 384, 90) == (384 + 90) * 8 * 8
     assert needed[0] > needed[1] > needed[2]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import structinit_jax as si
-from structinit_jax.attention_init import near_identity
+from structinit_jax.attention_init import draws
 from structinit_jax.errors import InputError
 
 WIDTH, LAYERS = 48, 4
@@ -16,7 +16,7 @@ RNG = jax.random.key(0)
 
 def similar_heads(site):
     none = jnp.zeros((0, site.width, site.num_heads, site.head_dim))
-    return near_identity.append_similar_heads(RNG, site, none, none)
+    return draws.append_similar_heads(RNG, site, none, none)
 
 
 def test_similar_heads_have_as_much_of_the_identity_as_mimetics_factors():
@@ -39,7 +39,7 @@ def test_heads_as_wide_as_the_model_attend_to_similar_tokens(heads, dim):
 
 
 def test_the_product_of_value_and_projection_is_near_minus_the_identity():
-    value, out = near_identity.value_and_projection(RNG, SITE)
+    value, out = draws.value_and_projection(RNG, SITE)
     noise = np.einsum("LDhd,LhdE->LDE", value, out) + 0.4 * np.eye(WIDTH)
     np.testing.assert_allclose(noise.std(), 0.4 * WIDTH**-0.5, rtol=0.3)
     assert abs(noise.mean()) < 0.01
