@@ -165,6 +165,13 @@ def test_given_filters_and_dilated_impulses_are_approached():
     np.testing.assert_allclose(mass_and_hits(head_maps(dilated), targets)[0], 0.4, atol=0.01)
 
 
+def test_a_target_mass_out_of_reach_warns():
+    site = si.AttentionSite((8, 8), 96, 6, 16, 1, 16**-0.5, si.sincos_positions((8, 8), 96))
+    with pytest.warns(UserWarning, match=r"less than target_mass=0\.5"):
+        report = si.impulse(filters=np.eye(3)[None], target_mass=0.5)(RNG, site).report
+    assert report.target_mass < 0.95 * report.wanted_mass
+
+
 def test_equal_filters_have_equal_maps_and_independent_weights(plain):
     heads = LAYERS * HEADS  # 12 heads of 9 filters: three must repeat
     maps = head_maps(plain).reshape(heads, -1)

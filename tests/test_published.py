@@ -94,10 +94,10 @@ def test_2024_layers_are_equal_or_fresh_and_take_their_pseudo_inputs(
         return draw_pseudo_input(rng, name, positions)
 
     monkeypatch.setattr(published, "draw_pseudo_input", draw)
-    mixed = attention_init.impulse_2024(max_steps=2, following_input="uniform")(
+    mixed = attention_init.impulse_2024(max_steps=2, following_input="gaussian")(
         jax.random.key(0), SITE
     )
-    assert names == ["positions", "uniform"]
+    assert names == ["positions", "gaussian"]
     assert np.array_equal(mixed.query[1], mixed.query[2])
     assert not np.array_equal(mixed.filter_index[0], mixed.filter_index[1])
     replaced = attention_init.impulse_2024(max_steps=2)(jax.random.key(0), LEARNED)
@@ -106,13 +106,14 @@ def test_2024_layers_are_equal_or_fresh_and_take_their_pseudo_inputs(
 
 def test_pseudo_inputs_have_the_papers_distributions():
     positions = jnp.asarray(sincos_positions((16, 16), 64))
-    uniform, summed = (
+    uniform, gaussian, summed = (
         draw_pseudo_input(jax.random.key(0), name, positions)
-        for name in ("uniform", "positions+uniform")
+        for name in ("uniform", "gaussian", "positions+gaussian")
     )
     assert np.abs(uniform).max() <= 1
     np.testing.assert_allclose(np.std(uniform), 3**-0.5, rtol=0.02)
-    np.testing.assert_allclose(summed - positions, uniform, atol=1e-6)
+    np.testing.assert_allclose(np.std(gaussian), 0.5**0.5, rtol=0.03)
+    np.testing.assert_allclose(summed - positions, gaussian, atol=1e-6)
 
 
 def adam_in_float64(query, key, x, targets, qk_scale, steps):
@@ -163,18 +164,22 @@ LEARNED = make_site(
 )
 
 
-def test_2025_weights_are_the_closed_form():
-    weights = attention_init.impulse_2025()(jax.random.key(0), LEARNED)
+def test_2025_target_scale_noise_and_norms_are_options():
+    options = dict(target_scale=40.0, target_noise=1.0, query_key_norm=2.0, value_scale=0.5)
+    weights = attention_init.impulse_2025(**options)(jax.random.key(0), LEARNED)
+    base = attention_init.impulse_2025()(jax.random.key(0), LEARNED)
+    np.testing.assert_array_equal(weights.value, 0.5 * base.value)
+    np.testing.assert_array_equal(weights.out, 0.5 * base.out)
     noise_rng = jax.random.split(jax.random.split(jax.random.key(0), 3)[0], 12)[0]
     noise = 0.6 * jax.random.truncated_normal(noise_rng, -2 / 0.6, 2 / 0.6, (36, 36))
     target = filter_maps(LEARNED.grid)[4]
-    logits = 1000.0 * target + 3.0 * np.asarray(noise, np.float64) * (target == 0)
+    logits = 40.0 * target + np.asarray(noise, np.float64) * (target == 0)
     x = layer_norm(18 * np.asarray(LEARNED.positions), 1e-5)
     u, s, vt = np.linalg.svd(x, full_matrices=False)
     inverse = vt[:8].T @ np.diag(1 / s[:8]) @ u[:, :8].T
     u, s, vt = np.linalg.svd(inverse @ logits @ inverse.T)
-    # Both factors of norm Σ s^1/2 are scaled to a norm of 7.
-    expected = 49 * (u[:, :8] * s[:8]) @ vt[:8] / s[:8].sum()
+    # Both factors of norm Σ s^1/2 are scaled to a norm of 2.
+    expected = 4 * (u[:, :8] * s[:8]) @ vt[:8] / s[:8].sum()
     product = weights.query[0, :, 0] @ weights.key[0, :, 0].T
     np.testing.assert_allclose(product, expected, atol=2e-3 * np.abs(expected).max())
 
@@ -226,3 +231,16 @@ def test_value_and_projection_of_vit_tiny_have_the_programs_norms():
     np.testing.assert_allclose(head_norms(impulse), [(7.17, 5.65, 3.57)] * 2, rtol=0.02)
     mimetic = attention_init.mimetic()(jax.random.key(0), site)
     np.testing.assert_allclose(head_norms(mimetic), [(5.65, 5.67, 5.65)] * 2, rtol=0.02)
+
+
+@pytest.mark.parametrize("grid", [(1, 12), (12, 1)])
+def test_2025_has_the_offsets_of_a_single_row_or_column(grid):
+    positions = jax.random.normal(jax.random.key(1), (12, 32))
+    site = make_site(grid=grid, positions=positions, positions_trainable=True)
+    weights = attention_init.impulse_2025()(jax.random.key(0), site)
+    np.testing.assert_array_equal(weights.filter_index, [[1, 2, 0, 1]] * 3)  # center first
+    x = layer_norm(np.asarray(positions))
+    logits = np.einsum("nD,LDhd,LEhd,mE->Lhnm", x, weights.query, weights.key, x, optimize=True)
+    targets = np.asarray(weights.targets)[np.asarray(weights.filter_index)]
+    has_target = targets.max(axis=-1) > 0
+    assert (logits.argmax(axis=-1) == targets.argmax(axis=-1))[has_target].mean() > 0.8

@@ -62,7 +62,7 @@ def test_training_writes_the_documented_files_and_output(finished_run):
     assert [m["step"] for m in metrics] == [0, 4, 5, 6, 6, 8, 10, 12, 12]
     assert metrics[0].keys() == {
         *("step", "init/seconds", "init/compile_seconds"),
-        *("init/loss", "init/target_mass", "init/hit_rate"),
+        *("init/loss", "init/target_mass", "init/wanted_mass", "init/hit_rate"),
     }
     assert metrics[1].keys() == {
         *("step", "train/loss", "train/accuracy", "train/learning_rate", "train/gradient_norm"),

@@ -57,10 +57,8 @@ from structinit_jax.attention_init.sites import (
 )
 from structinit_jax.attention_init.solve import reach_warning
 from structinit_jax.attention_init.targets import FilterArray, OddInt, OpenFraction
-from structinit_jax.checks import PositiveFloat, PositiveInt, check_fields
+from structinit_jax.checks import NonNegativeFloat, PositiveFloat, PositiveInt, check_fields
 from structinit_jax.errors import InputError
-
-ATTENTION_SITES = (AttentionSite, RotarySite, WindowSite)
 
 
 def impulse(
@@ -166,8 +164,8 @@ def impulse_2024(
       same_layers: Whether all layers share Q and K, as in the paper's main results. With two pseudo
         inputs, the first layer has its own. Layers that are not shared draw their own offsets and
         noise.
-      first_input: Pseudo input of the first layer (table 6): 'positions', 'uniform' or
-        'positions+uniform'.
+      first_input: Pseudo input of the first layer (table 6): 'positions', 'uniform', 'gaussian',
+        'positions+uniform' or 'positions+gaussian'.
       following_input: Pseudo input of the other layers.
       max_steps: Number of Adam steps.
       rescale: Whether Q and K are rescaled every 100 steps, which bounds their norms. The program
@@ -188,15 +186,24 @@ def impulse_2024(
 def impulse_2025(
     *,
     position_scale: PositiveFloat = 18.0,
+    query_key_norm: PositiveFloat = 7.0,
+    value_scale: PositiveFloat = 1.0,
+    target_scale: PositiveFloat = 1000.0,
+    target_noise: NonNegativeFloat = 3.0,
     replace_positions: bool = False,
 ) -> AttentionInit:
     """The impulse initialization of the 2025 paper as published, for learned positions.
 
-    The scales, norms and defaults are those of the paper's program.
+    The defaults are those of the paper's program. A summary of the paper has other values, which we
+    know at second hand only: target_scale=40, target_noise=1 and query_key_norm=2.
 
     Args:
       position_scale: Factor on learned positions, whose standard deviation is 0.02 in the paper's
         program; fixed ones stay as they are.
+      query_key_norm: Frobenius norm of each head's Q and K.
+      value_scale: Factor on V and on the output projection.
+      target_scale: Logit of the target. Only its ratio to `target_noise` matters.
+      target_noise: Factor on the noise of the other logits.
       replace_positions: Whether a sin-cos encoding replaces learned positions, as in `impulse`; the
         program keeps them. The closed form needs positions of rank d: a sin-cos encoding has less,
         and leaves the maps of wide heads nearly uniform.
@@ -230,7 +237,7 @@ def mimetic(
         mimetic,
         locals(),
         {
-            **dict.fromkeys(ATTENTION_SITES, partial(draws.baseline, draw=draws.mimetic_weights)),
+            **_attention_baselines(draws.mimetic_weights),
             TokenMixingSite: token_mixing.mlp_mimetic,
         },
     )
@@ -252,7 +259,7 @@ def default(
         default,
         locals(),
         {
-            **dict.fromkeys(ATTENTION_SITES, partial(draws.baseline, draw=draws.base_weights)),
+            **_attention_baselines(draws.base_weights),
             TokenMixingSite: lambda rng, site: TokenMixingWeights(),  # The model keeps its own.
             ConvSite: token_mixing.conv_default,
         },
@@ -263,6 +270,17 @@ SCHEMES: dict[str, Callable[..., AttentionInit]] = {
     scheme.__name__: scheme
     for scheme in (impulse, impulse_2024, impulse_2025, impulse_mimetic, mimetic, default)
 }
+
+
+def _attention_baselines(
+    draw: Callable[..., AttentionWeights],
+) -> dict[type, Callable[..., AttentionWeights]]:
+    """Functions for the three kinds of attention, whose weights are `draw`'s times factors."""
+    return {
+        AttentionSite: partial(absolute.baseline, draw=draw),
+        RotarySite: partial(draws.baseline, draw=draw),
+        WindowSite: partial(draws.baseline, draw=draw),
+    }
 
 
 def _by_site(

@@ -13,6 +13,7 @@ so that every head of every layer gets weights of its own.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from structinit_jax.attention_init.sites import (
     AttentionWeights,
     layer_norm,
     start_positions,
+    trained_positions,
 )
 from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps
 
@@ -65,18 +67,19 @@ def impulse(
     else:
         z, basis = solve.row_space(layer_norm(np.asarray(positions)))
     options = LEARNED_SOLVE if is_learned or basis.shape[1] > MAX_SMOOTH_RANK else {}
+    sizes = site.sizes  # which jit can hash
     *factors, report = solve.solve(
-        solve.start_factors(z, targets, site.head_dim),
+        solve.start_factors(z, targets, sizes.head_dim),
         z,
         targets,
-        solve.start_norm(site.head_dim, site.qk_scale, site.width),
-        head_dim=site.head_dim,
-        qk_scale=site.qk_scale,
-        target_mass=target_mass,
+        solve.start_norm(sizes.head_dim, sizes.qk_scale, sizes.width),
+        head_dim=sizes.head_dim,
+        qk_scale=sizes.qk_scale,
+        target_mass=float(target_mass),  # jit needs to hash it, which a JAX scalar does not allow
         **options,
     )
     num_impulse = -(-site.num_layers // 2) if half else site.num_layers
-    weights = _draw_weights(rng, factors, basis, sizes=site.sizes, num_impulse=num_impulse)
+    weights = _draw_weights(rng, factors, basis, sizes=sizes, num_impulse=num_impulse)
     return weights._replace(report=report, targets=targets, **new_positions)
 
 
@@ -111,3 +114,19 @@ def _draw_weights(
     query, key = draws.append_similar_heads(similar_rng, sizes, query, key)
     value, out = draws.value_and_projection(vo_rng, sizes)
     return AttentionWeights(query, key, value, out, filter_index=filter_index)
+
+
+def baseline(
+    rng: PRNGKeyArray,
+    site: AttentionSite,
+    *,
+    draw: Callable[[PRNGKeyArray, AttentionStack], AttentionWeights],
+    replace_positions: bool,
+    position_scale: float,
+    query_key_scale: float,
+    value_scale: float,
+) -> AttentionWeights:
+    """Draws weights as `draws.baseline` does, and replaces or scales trainable positions."""
+    scales = dict(query_key_scale=query_key_scale, value_scale=value_scale)
+    new_positions = trained_positions(site, replace=replace_positions, scale=position_scale)
+    return draws.baseline(rng, site, draw=draw, **scales)._replace(**new_positions)

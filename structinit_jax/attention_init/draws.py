@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from structinit_jax.attention_init.sites import AttentionStack, AttentionWeights, trained_positions
+from structinit_jax.attention_init.sites import AttentionStack, AttentionWeights
 from structinit_jax.errors import InputError
 
 # -- the baselines ---------------------------------------------------------------------------------
@@ -26,19 +26,16 @@ def baseline(
     site: AttentionStack,
     *,
     draw: Callable[[PRNGKeyArray, AttentionStack], AttentionWeights],
-    replace_positions: bool,
-    position_scale: float,
     query_key_scale: float,
     value_scale: float,
 ) -> AttentionWeights:
-    """Draws weights times factors, and replaces or scales trainable positions."""
+    """Draws weights times factors."""
     weights = draw(rng, site.sizes)
     return AttentionWeights(
         query_key_scale * weights.query,
         query_key_scale * weights.key,
         value_scale * weights.value,
         value_scale * weights.out,
-        **trained_positions(site, replace=replace_positions, scale=position_scale),
     )
 
 

@@ -20,17 +20,13 @@ from structinit_jax.attention_init.sites import (
 from structinit_jax.attention_init.solve import report_on_maps
 from structinit_jax.attention_init.targets import filter_maps
 
-PseudoInput = Literal["positions", "uniform", "positions+uniform"]
+PseudoInput = Literal["positions", "uniform", "gaussian", "positions+uniform", "positions+gaussian"]
 PSEUDO_INPUT_EPSILON = 1e-5  # PyTorch's default for LayerNorm; the models themselves use 1e-6
 # Algorithm 1 runs Adam with this learning rate, and rescales Q and K every so many steps.
 LEARNING_RATE = 1e-4
 RESCALE_EVERY = 100
-# The program of 2025 gives successive heads the offsets in this order, and has these scales. A
-# summary of the paper, which we know at second hand only, has the scales 40 and 1, and the norm 2.
+# The program of 2025 gives successive heads the offsets in this order.
 CENTER_FIRST = np.array([4, 1, 5, 3, 7, 0, 2, 6, 8])
-TARGET_SCALE = 1000.0  # logit of the target; only its ratio to that of the noise matters
-NOISE_SCALE = 3.0  # factor on the noise of the other logits
-QUERY_KEY_NORM = 7.0  # Frobenius norm of each head's Q and K
 
 
 def impulse_2024(
@@ -67,7 +63,7 @@ def impulse_2024(
     solve = functools.partial(
         _solve_2024,
         head_dim=site.head_dim,
-        qk_scale=site.qk_scale,
+        qk_scale=site.sizes.qk_scale,
         max_steps=max_steps,
         rescale=rescale,
     )
@@ -91,12 +87,16 @@ def draw_pseudo_input(
 ) -> Float[Array | np.ndarray, "N D"]:
     """Draws one of the pseudo inputs in table 6 of the 2024 paper, before LayerNorm.
 
-    'uniform' is noise between -1 and 1; 'positions+uniform' adds it to the positions.
+    'uniform' is noise between -1 and 1; 'gaussian' is truncated normal noise of standard deviation
+    (1/2)^1/2, as large as the sin-cos encoding; a sum adds the noise to the positions.
     """
     if name == "positions":
         return positions
-    noise = jax.random.uniform(rng, positions.shape, minval=-1.0, maxval=1.0)
-    return noise if name == "uniform" else noise + positions
+    if name.endswith("uniform"):
+        noise = jax.random.uniform(rng, positions.shape, minval=-1.0, maxval=1.0)
+    else:
+        noise = trunc_normal(rng, positions.shape, std=0.5**0.5)
+    return noise + positions if name.startswith("positions+") else noise
 
 
 @functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale", "max_steps", "rescale"))
@@ -155,12 +155,20 @@ def optimize_2024(
 
 
 def impulse_2025(
-    rng: PRNGKeyArray, site: AttentionSite, *, position_scale: float, replace_positions: bool
+    rng: PRNGKeyArray,
+    site: AttentionSite,
+    *,
+    position_scale: float,
+    query_key_norm: float,
+    value_scale: float,
+    target_scale: float,
+    target_noise: float,
+    replace_positions: bool,
 ) -> AttentionWeights:
     """The closed form of "Structured Initialization for Vision Transformers" (arXiv:2505.19985).
 
-    Learned positions are scaled; X is their LayerNorm. The target logits W are `TARGET_SCALE` where
-    the target map is 1, and `NOISE_SCALE` times truncated normal noise of standard deviation 0.6
+    Learned positions are scaled; X is their LayerNorm. The target logits W are `target_scale` where
+    the target map is 1, and `target_noise` times truncated normal noise of standard deviation 0.6
     elsewhere; `factor_logits` gives Q and K. Offsets go to heads in a fixed order, center first. V
     and projection are mimetic, with heads sorted by singular values, as in the program.
     """
@@ -169,22 +177,28 @@ def impulse_2025(
     )
     noise_rng, vo_rng, _ = jax.random.split(rng, 3)
     targets = jnp.asarray(filter_maps(site.grid))
-    order = np.resize(CENTER_FIRST, site.num_heads) % len(targets)  # A row of tokens has three.
+    order = CENTER_FIRST
+    if len(targets) < 9:  # a single row or column of tokens
+        order = np.roll(np.arange(len(targets)), -(len(targets) // 2))
+    order = np.resize(order, site.num_heads)
     filter_index = jnp.asarray(np.tile(order, (site.num_layers, 1)), jnp.int32)
     query, key, report = _solve_2025(
         noise_rng,
         layer_norm(jnp.asarray(positions), PSEUDO_INPUT_EPSILON),
         targets,
         filter_index,
+        target_scale,
+        target_noise,
         head_dim=site.head_dim,
-        qk_scale=site.qk_scale,
+        qk_scale=site.sizes.qk_scale,
+        norm=query_key_norm,
     )
     value, out = mimetic_vo(vo_rng, site, transposed=False)
     return AttentionWeights(
         query,
         key,
-        value,
-        out,
+        value_scale * value,
+        value_scale * out,
         report=report,
         filter_index=filter_index,
         targets=targets,
@@ -193,14 +207,16 @@ def impulse_2025(
 
 
 @functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale"))
-def _solve_2025(rng, x, targets, filter_index, *, head_dim, qk_scale):
+def _solve_2025(
+    rng, x, targets, filter_index, target_scale, target_noise, *, head_dim, qk_scale, norm
+):
     """Returns Q and K [L, D, h, d] and a report; each head's target is targets[filter_index]."""
     layers, heads = filter_index.shape
 
     def solve_head(rng, target):
         noise = trunc_normal(rng, target.shape, std=0.6)
-        logits = TARGET_SCALE * target + NOISE_SCALE * jnp.where(target == 0, noise, 0)
-        query, key = (QUERY_KEY_NORM * factor for factor in factor_logits(x, logits, head_dim))
+        logits = target_scale * target + target_noise * jnp.where(target == 0, noise, 0)
+        query, key = (norm * factor for factor in factor_logits(x, logits, head_dim))
         maps = jax.nn.softmax(qk_scale * (x @ query) @ (x @ key).T, axis=-1)
         return query, key, report_on_maps(target[None], maps[None])
 

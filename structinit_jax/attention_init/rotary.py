@@ -160,7 +160,9 @@ def solve_coefficients(
         start = start / jnp.maximum(jnp.linalg.norm(start, axis=0, keepdims=True), 1e-6)
         factor, norm = solve.minimize(loss_and_mass, start, jnp.float32(START_NORM), target_mass)
         maps = jax.nn.softmax(logits(factor, norm), axis=-1)
-        return coefficients(factor, norm), solve.report_on_maps(target[None], maps[None])
+        return coefficients(factor, norm), solve.report_on_maps(
+            target[None], maps[None], target_mass
+        )
 
     # Filters are solved for one after the other, since together they take more memory.
     angles = jnp.broadcast_to(angles, (len(targets), *angles.shape[1:]))

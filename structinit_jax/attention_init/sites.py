@@ -55,7 +55,8 @@ class AttentionStack(_Site):
     def sizes(self) -> AttentionStack:
         """The site without its arrays, as a static argument of jit, which must be hashable."""
         names = [field.name for field in dataclasses.fields(AttentionStack)]
-        return AttentionStack(**{name: getattr(self, name) for name in names})
+        values = {name: getattr(self, name) for name in names}
+        return AttentionStack(**values | {"qk_scale": float(self.qk_scale)})  # may be a JAX scalar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,11 +175,13 @@ class SolveReport(NamedTuple):
       loss: Mean squared difference between target and attention map.
       target_mass: Attention on the target, averaged over the rows that have one (an impulse row
         has none if its neighbor is off the grid). A uniform map has 1 / N on an impulse.
+      wanted_mass: The scheme's option `target_mass`; 0 if a scheme has none, or gives it exactly.
       hit_rate: Fraction of those rows whose strongest attention is where the target is strongest.
     """
 
     loss: Float[Array, ""]
     target_mass: Float[Array, ""]
+    wanted_mass: Float[Array, ""]
     hit_rate: Float[Array, ""]
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from structinit_jax.attention_init.draws import map_matrices
 from structinit_jax.attention_init.sites import SolveReport
@@ -24,7 +24,9 @@ SHARP_MASS = 0.2
 # On fewer than 25 tokens, `sharp_mass` is at least this many times uniform attention, up to 0.3.
 SHARP_TOKENS = 5
 SOFTEN_STEPS = 20  # The norm is bisected so often.
-MIN_HIT_RATE = 0.75  # Below it, a warning says that the targets are out of reach.
+# Below this hit rate or fraction of the wanted mass, a warning says that targets are out of reach.
+MIN_HIT_RATE = 0.75
+MIN_MASS = 0.95
 # Directions weaker than this, relative to the strongest, cannot move a map at a reasonable norm.
 RANK_TOLERANCE = 1e-4
 # The pseudo-inverse of the start is regularized by this, relative to the strongest direction.
@@ -172,7 +174,7 @@ def solve(
             return jnp.where(above, low, middle), jnp.where(above, middle, high)
 
         _, norm = jax.lax.fori_loop(0, SOFTEN_STEPS, halve, (jnp.zeros_like(norm), norm))
-    report = report_on_maps(targets, maps(factors, norm))
+    report = report_on_maps(targets, maps(factors, norm), target_mass or 0.0)
     return at_norm(factors[0], norm), at_norm(factors[1], norm), report
 
 
@@ -210,18 +212,37 @@ def minimize(
     learning_rate: float = LEARNING_RATE,
     steps: int = STEPS,
 ) -> tuple[Any, Float[Array, "*F"]]:
-    """Minimizes a loss over `factors`, a tree of arrays, and returns factors and norm.
+    """Minimizes a loss with `adam` over `factors`, a tree of arrays, and returns factors and norm.
 
     `loss_and_mass(factors, norm)` normalizes the factors, whose columns should have a norm of about
     1, so that only their directions matter. With a target mass, the norm rises while the mass is
     below it and falls while it is above, between 1/16 and 8 times its initial value.
-
-    The optimizer is Adam, with a learning rate that falls linearly to 0. Unlike in `optax.adam`,
-    entries along the last axis of an array share their second moment: with one for each entry,
-    rounding errors grow to full steps where the loss is flat, and the weights of a seed would
-    differ between one device and eight.
     """
     bounds = [change * norm for change in NORM_CHANGE]
+    optimizer = adam(learning_rate, steps)
+
+    def body(_, carry):
+        factors, state, norm = carry
+        grads, mass = jax.grad(loss_and_mass, has_aux=True)(factors, norm)
+        if target_mass is not None:
+            odds = mass / (1 - jnp.minimum(mass, 0.999))
+            change = (target_mass / (1 - target_mass) / odds) ** ODDS_EXPONENT
+            norm = jnp.clip(norm * change, *bounds).astype(norm.dtype)
+        updates, state = optimizer.update(grads, state)
+        return optax.apply_updates(factors, updates), state, norm
+
+    start = (factors, optimizer.init(factors), norm)
+    factors, _, norm = jax.lax.fori_loop(0, steps, body, start)
+    return factors, norm
+
+
+def adam(learning_rate: float, steps: int) -> optax.GradientTransformation:
+    """Returns Adam with a learning rate that falls linearly to 0 after `steps`.
+
+    Unlike in `optax.adam`, entries along the last axis of an array share their second moment. With
+    one for each entry, rounding errors grow to full steps where the loss is flat, and the weights
+    of a seed would differ between one device and eight.
+    """
     count = np.arange(1, steps + 1)
     rates = 1 - (count - 1) / steps
     rates *= np.sqrt(1 - B2**count) / (1 - B1**count)  # corrects the bias of both moments
@@ -230,27 +251,19 @@ def minimize(
     def mean_square(grads):
         return jax.tree.map(lambda grad: jnp.mean(grad**2, axis=-1, keepdims=True), grads)
 
-    def step(index, carry):
-        factors, norm, first, second = carry
-        grads, mass = jax.grad(loss_and_mass, has_aux=True)(factors, norm)
-        if target_mass is not None:
-            odds = mass / (1 - jnp.minimum(mass, 0.999))
-            change = (target_mass / (1 - target_mass) / odds) ** ODDS_EXPONENT
-            norm = jnp.clip(norm * change, *bounds).astype(norm.dtype)
-        first = optax.tree.update_moment(grads, first, B1, order=1)
-        second = optax.tree.update_moment(mean_square(grads), second, B2, order=1)
-        factors = jax.tree.map(
-            lambda factor, m, v: factor - rates[index] * m / (jnp.sqrt(v) + EPSILON),
-            factors,
-            first,
-            second,
-        )
-        return factors, norm, first, second
+    def init(params):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), zeros, mean_square(zeros))
 
-    zeros = jax.tree.map(jnp.zeros_like, factors)
-    start = (factors, norm, zeros, mean_square(zeros))
-    factors, norm, _, _ = jax.lax.fori_loop(0, steps, step, start)
-    return factors, norm
+    def update(grads, state, params=None):
+        del params
+        first = optax.tree.update_moment(grads, state.mu, B1, order=1)
+        second = optax.tree.update_moment(mean_square(grads), state.nu, B2, order=1)
+        rate = rates[state.count]
+        updates = jax.tree.map(lambda m, v: -rate * m / (jnp.sqrt(v) + EPSILON), first, second)
+        return updates, optax.ScaleByAdamState(state.count + 1, first, second)
+
+    return optax.GradientTransformation(init, update)
 
 
 # -- maps and targets ------------------------------------------------------------------------------
@@ -272,22 +285,31 @@ def find_hits(
     return has_target & (at_peak == strongest), has_target
 
 
-def report_on_maps(targets: Float[Array, "F n m"], maps: Float[Array, "F n m"]) -> SolveReport:
-    """Compares attention maps with their targets."""
+def report_on_maps(
+    targets: Float[Array, "F n m"], maps: Float[Array, "F n m"], wanted_mass: ArrayLike = 0.0
+) -> SolveReport:
+    """Compares attention maps with their targets; the wanted mass is copied to the report."""
     hits, has_target = find_hits(targets, maps)
     return SolveReport(
         loss=jnp.mean((targets - maps) ** 2),
         target_mass=jnp.mean(overlap(targets, maps)),
+        wanted_mass=jnp.asarray(wanted_mass, jnp.float32),
         hit_rate=jnp.sum(hits, dtype=jnp.float32) / jnp.sum(has_target, dtype=jnp.float32),
     )
 
 
 def reach_warning(report: SolveReport) -> str | None:
     """Returns a warning if the maps are far from their targets, else None."""
-    if report.hit_rate >= MIN_HIT_RATE:
+    if report.hit_rate < MIN_HIT_RATE:
+        found = f"only {100 * report.hit_rate:.0f} % of the attention rows peak on their target"
+    elif report.target_mass < MIN_MASS * report.wanted_mass:
+        found = (
+            f"the targets get {report.target_mass:.3g} of the attention, less than "
+            f"target_mass={report.wanted_mass:.3g}"
+        )
+    else:
         return None
     return (
-        f"only {100 * report.hit_rate:.0f} % of the attention rows peak on their target: use fewer "
-        "heads (so that each has more channels), a smaller kernel, or for impulse_2025 a new model "
-        "with learned positions"
+        f"{found}: use fewer heads (so that each has more channels), a smaller kernel, or for "
+        "impulse_2025 a new model with learned positions"
     )
