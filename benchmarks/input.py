@@ -58,8 +58,8 @@ def write_images(folder: Path, width: int, height: int) -> None:
 
 def our_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
     """Yields batches of the trainer's pipeline, before they are copied to devices."""
-    from structinit_jax.data.crops import RandomCrop
     from structinit_jax.data.datasets import open_dataset
+    from structinit_jax.data.images import RandomCrop
     from structinit_jax.data.loader import HostLoader, stream_indices
     from structinit_jax.training.sharding import make_mesh
 
@@ -67,7 +67,7 @@ def our_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
         return stream_indices(0, np.arange(start, stop), FILES)
 
     source = open_dataset("folder", folder).split("train")
-    loader = HostLoader(source, make_mesh(), IMAGE_SIZE, random_crop=RandomCrop(seed=0))
+    loader = HostLoader(source, make_mesh(), RandomCrop(IMAGE_SIZE, seed=0))
     batches = loader.read_batches(order, range(num_batches), BATCH_SIZE, 0, process_count=1)
     return (batch["image"] for batch in batches)
 

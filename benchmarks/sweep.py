@@ -26,6 +26,7 @@ from ml_collections import ConfigDict
 from structinit_jax import command_line
 from structinit_jax.attention_init import SCHEMES, AttentionInit
 from structinit_jax.checks import find
+from structinit_jax.data.images import CenterCrop
 from structinit_jax.data.loader import Loader, make_loader
 from structinit_jax.errors import InputError
 from structinit_jax.rngs import split_seed
@@ -132,8 +133,8 @@ def sweep(
     mesh = build.make_mesh(config, jax.devices()[:1])
     schedule = build.make_schedule(config, len(train_source))
     model = build.make_model(config, mesh)
-    train = make_loader(train_source, mesh, image_size=size)
-    test = make_loader(eval_source, mesh, image_size=size, crop_fraction=data.crop_fraction)
+    train = make_loader(train_source, mesh, CenterCrop(size))
+    test = make_loader(eval_source, mesh, CenterCrop(size, data.crop_fraction))
     seeds = np.arange(num_seeds, dtype=np.uint32)
     weights = draw_weights(model, schemes, seeds)
     weights = jax.tree.map(lambda leaf: jnp.concatenate([leaf] * len(rates), axis=1), weights)

@@ -30,10 +30,10 @@ _NAMES = {
     ),
     "config": ("base_config", "load_config"),
     "errors": ("InputError",),
+    "evaluate": ("Classifier",),
     "interop": ("initialize", "torch_maps"),
     "models": ("ConvMixer", "MlpMixer", "SwinTransformer", "VisionTransformer"),
     "models.timm": ("from_timm", "select_weights", "to_timm"),
-    "predict": ("Classifier",),
     "training.train": ("train",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}

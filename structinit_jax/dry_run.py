@@ -12,7 +12,7 @@ from jax.experimental import topologies
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
-from structinit_jax.data.datasets import find_info
+from structinit_jax.data.datasets import CATALOG, open_dataset
 from structinit_jax.data.folder import title
 from structinit_jax.data.source import check_classes, split_size
 from structinit_jax.errors import InputError, prefixed
@@ -73,7 +73,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     memory = MEMORY.get(devices[0].device_kind) if target else build.memory_limit()
     data = config.data
     with prefixed("config.data: "):
-        info = find_info(data.name, data.data_dir or None)
+        info = CATALOG.get(data.name) or open_dataset(data.name, data.data_dir or None).info
     with prefixed("config.model: "):
         check_classes(info, config.model.num_classes)
     with prefixed("config.data.train_split: "):

@@ -110,13 +110,11 @@ def export(config: ConfigDict, workdir: str | Path, folder: Path, step: str = "n
     names = class_names(workdir, state)
     card["label_names"] = names
     labels = {name: label for label, name in enumerate(names)}
-    text = json.dumps(card, indent=2)
-    # "format" tells readers of safetensors that the layout is PyTorch's.
-    metadata = {"format": "pt", "config": text}
-    write_atomically(folder / "config.json", f"{text}\n")
+    write_atomically(folder / "config.json", json.dumps(card, indent=2) + "\n")
     write_atomically(folder / CLASS_MAP, pickle.dumps(labels))
-    # `save_file` would write a file that only its owner can read.
-    write_atomically(folder / WEIGHTS, save(weights, metadata))
+    # `save_file` would write a file that only its owner can read. "format" tells readers of
+    # safetensors that the layout is PyTorch's.
+    write_atomically(folder / WEIGHTS, save(weights, {"format": "pt"}))
     return int(state.step)
 
 

@@ -53,17 +53,13 @@ def read_file(path: epath.PathLike) -> bytes:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def parse_json(content: bytes, name: epath.PathLike) -> Any:
-    """Parses the content of a JSON file of this name; `InputError` if it is anything else."""
+def read_json(path: epath.PathLike) -> Any:
+    """Reads a JSON file; `InputError` if it is missing or anything else."""
+    content = read_file(path)
     try:
         return json.loads(content)
     except ValueError as error:
-        raise InputError(f"{name} is not JSON: {error}") from error
-
-
-def read_json(path: epath.PathLike) -> Any:
-    """Reads a JSON file; `InputError` if it is missing or anything else."""
-    return parse_json(read_file(path), path)
+        raise InputError(f"{path} is not JSON: {error}") from error
 
 
 # -- writing ---------------------------------------------------------------------------------------

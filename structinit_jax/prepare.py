@@ -12,14 +12,12 @@ import importlib.util
 import os
 
 import numpy as np
-import tensorflow_datasets as tfds
 from absl import flags
 
 from structinit_jax import command_line
 from structinit_jax.checks import is_reference
 from structinit_jax.command_line import FLAGS
-from structinit_jax.data.builders import find_builder
-from structinit_jax.data.datasets import OPENERS, open_dataset
+from structinit_jax.data.datasets import OPENERS, find_builder, open_dataset
 from structinit_jax.data.source import Dataset, Folder, ImageSource
 from structinit_jax.errors import InputError
 
@@ -32,16 +30,13 @@ def define_flags() -> None:
     flags.DEFINE_string("name", None, "TFDS name, 'folder' or 'module:function'.", required=True)
     text = "Folder of TFDS's data sets, of the images ('folder'), or of fashion_mnist."
     flags.DEFINE_string("data_dir", None, text)
-    text = "With TFDS: folder of archives that you downloaded by hand."
-    flags.DEFINE_string("manual_dir", None, text)
     flags.DEFINE_integer("check", 1000, "Images to decode in each split; 0 for all.", lower_bound=0)
 
 
-def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> None:
+def prepare(name: str, data_dir: Folder = None) -> None:
     """Prepares a data set so that `open_dataset` can open it by the same name and `data_dir`.
 
-    `manual_dir` holds archives downloaded by hand. Raises `InputError` if the name is unknown, or
-    if it cannot be prepared.
+    Raises `InputError` if the name is unknown, or if it cannot be prepared.
     """
     if name in OPENERS or is_reference(name):
         return
@@ -53,9 +48,8 @@ def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> No
             f"--name={name!r}: TFDS needs TensorFlow to prepare this data set, here or on another"
             " machine: pip install '.[prepare]'"
         )
-    config = tfds.download.DownloadConfig(manual_dir=manual_dir)
     try:
-        builder.download_and_prepare(file_format="array_record", download_config=config)
+        builder.download_and_prepare(file_format="array_record")
     except Exception as error:  # TensorFlow's errors have no common type
         raise InputError(
             f"--name={name!r} cannot be prepared: {type(error).__name__}: {error}"
@@ -96,11 +90,11 @@ def mean_and_std(source: ImageSource) -> tuple[tuple[float, ...], tuple[float, .
     Every image counts as much as any other.
     """
 
-    def moments(image):
+    def moments(image, label):
         pixels = image.decode() / np.float32(255)
         return [power.mean(axis=(0, 1), dtype=float) for power in (pixels, pixels**2)]
 
-    mean, square = np.mean(source.map_images(moments), axis=0)
+    mean, square = np.mean(source.map(moments), axis=0)
     return tuple(mean.round(3).tolist()), tuple(np.sqrt(square - mean**2).round(3).tolist())
 
 
@@ -113,8 +107,6 @@ def report(dataset: Dataset, num_checked: int) -> None:
     shown = ", ".join(names[:MAX_SHOWN_CLASSES])
     shown += ", …" if len(names) > MAX_SHOWN_CLASSES else ""
     print(f"{dataset.name}: {len(names)} classes ({shown}), {dataset.info.channels} channels")
-    if left_out := [f"{kind} ({count:,})" for kind, count in dataset.left_out.items() if count]:
-        print(f"  left out: {', '.join(left_out)}")
     bad = 0
     for split, size in dataset.info.num_examples.items():
         if size:
@@ -132,7 +124,7 @@ def main(overrides: command_line.Overrides) -> None:
     """Prepares a data set and prints a report."""
     if overrides:
         raise InputError(f"prepare has no --config.{overrides[0][0]}; --help lists its flags")
-    prepare(FLAGS.name, FLAGS.data_dir, FLAGS.manual_dir)
+    prepare(FLAGS.name, FLAGS.data_dir)
     report(open_dataset(FLAGS.name, FLAGS.data_dir), FLAGS.check)
 
 

@@ -16,8 +16,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax import command_line
 from structinit_jax.command_line import FLAGS
-from structinit_jax.data.folder import title
-from structinit_jax.errors import printable
+from structinit_jax.data.source import Dataset
 from structinit_jax.rngs import step_rngs
 from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
@@ -27,11 +26,11 @@ COLUMNS = 8
 TILE = 1.1  # inches
 
 
-def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarray, Sequence[str]]:
+def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarray, Dataset]:
     """Computes the augmented batch of training step `step`, counted from 1.
 
     Returns images with the normalization undone, uint8 [B, H, W, C], targets [B, classes], and the
-    names of the classes.
+    data set.
     """
     data = config.data
     dataset = build.open_data(config)
@@ -43,7 +42,7 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
     images, targets = augment(rng, batch["image"], batch["label"])
     pixels = 255 * (np.asarray(images) * np.asarray(data.std) + np.asarray(data.mean))
     images = np.clip(pixels.round(), 0, 255).astype(np.uint8)
-    return images, np.asarray(targets), dataset.class_names
+    return images, np.asarray(targets), dataset
 
 
 def describe_target(target: np.ndarray, smoothing: float, class_names: Sequence[str]) -> str:
@@ -63,8 +62,7 @@ def draw(images: np.ndarray, captions: Sequence[str]) -> Figure:
         axis = figure.add_subplot(rows, COLUMNS, place)
         axis.set_axis_off()
         axis.imshow(image, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
-        # The name of a class is that of a folder, which need not be text.
-        axis.set_title(printable(caption)[:24], fontsize=5, parse_math=False)
+        axis.set_title(caption[:24], fontsize=5, parse_math=False)
     return figure
 
 
@@ -77,13 +75,18 @@ def main(overrides: command_line.Overrides) -> None:
     """Draws up to 48 images of the batch with their targets."""
     config = command_line.read_config(overrides)
     path = command_line.out_path("batch.png")
+    if path.is_dir():
+        path /= "batch.png"
     step = FLAGS.step
-    images, targets, names = training_batch(config, step)
-    captions = [describe_target(t, config.label_smoothing, names) for t in targets[:MAX_IMAGES]]
+    images, targets, dataset = training_batch(config, step)
+    captions = [
+        describe_target(target, config.label_smoothing, dataset.class_names)
+        for target in targets[:MAX_IMAGES]
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
     draw(images[:MAX_IMAGES], captions).savefig(path, format="png", dpi=150)
-    data = title(config.data.name, config.data.data_dir)
-    print(f"wrote {path}: {len(captions)} of the {len(images)} images of step {step}, from {data}")
+    shown = f"{len(captions)} of the {len(images)} images of step {step}"
+    print(f"wrote {path}: {shown}, from {dataset.name}")
 
 
 if __name__ == "__main__":

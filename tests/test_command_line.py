@@ -6,7 +6,7 @@ import fork_main
 import pytest
 
 from structinit_jax.errors import InputError
-from structinit_jax.predict import Classifier
+from structinit_jax.evaluate import Classifier
 
 CONFIG = "--config=configs/vit_t_digits.py"
 

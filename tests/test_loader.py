@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from structinit_jax.data import loader as loader_lib
-from structinit_jax.data.crops import RandomCrop
+from structinit_jax.data.images import CenterCrop, RandomCrop
 from structinit_jax.data.loader import DeviceLoader, HostLoader, make_loader, stream_indices
 from structinit_jax.data.source import Dataset
 
@@ -30,14 +30,14 @@ def source():
 
 @pytest.fixture(scope="module")
 def device_loader(source, mesh):
-    return make_loader(source, mesh, image_size=8, crop_fraction=0.9)
+    return make_loader(source, mesh, CenterCrop(8, 0.9))
 
 
 @pytest.fixture(scope="module")
 def host_loader(source, mesh):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader_lib, "IN_MEMORY_BYTES", 0)
-        return make_loader(source, mesh, image_size=8, crop_fraction=0.9)
+        return make_loader(source, mesh, CenterCrop(8, 0.9))
 
 
 def assert_same(ours, theirs, number):
@@ -69,8 +69,7 @@ def test_both_loaders_return_the_same_training_batches(
 
 
 def test_random_crops_are_drawn_on_the_host(source, mesh):
-    loader = make_loader(source, mesh, image_size=8, random_crop=RandomCrop(seed=0))
-    assert isinstance(loader, HostLoader)
+    assert isinstance(make_loader(source, mesh, RandomCrop(8, seed=0)), HostLoader)
 
 
 def test_a_mixing_group_has_no_image_twice(device_loader):

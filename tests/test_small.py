@@ -20,7 +20,7 @@ def assert_holds(dataset, split, indices, pixels, labels):
     """The images and labels at the indices, in the order in which TFDS would store them."""
     order = sorted(indices, key=Hasher(split).hash_key)
     source = dataset.split(split)
-    images = source.map_images(lambda image: image.decode()[..., 0])
+    images = source.map(lambda image, label: image.decode()[..., 0])
     np.testing.assert_array_equal(images, pixels[order])
     np.testing.assert_array_equal(source.labels(), labels[order])
 

@@ -15,8 +15,9 @@ from structinit_jax.analysis import measures
 from structinit_jax.attention_init import ConvSite, TokenMixingSite
 from structinit_jax.attention_init.sites import AttentionStack
 from structinit_jax.augment import normalize
+from structinit_jax.checks import require
 from structinit_jax.config import make_attention_init
-from structinit_jax.data.loader import decode_all
+from structinit_jax.data.images import CenterCrop
 from structinit_jax.errors import InputError
 from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
@@ -48,12 +49,14 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
     """Reads training images without augmentation, cropped as for evaluation.
 
     The images are spread evenly over the split: `count` of them, or all if there are fewer, rounded
-    down to a multiple of `BATCH_SIZE`.
+    down to a multiple of `BATCH_SIZE`, which both must reach.
     """
     data = config.data
     source = build.open_split(config, build.open_data(config), "train_split")
     whole = min(count, len(source)) // BATCH_SIZE * BATCH_SIZE
-    return decode_all(source.evenly_spaced(whole), data.image_size, data.crop_fraction)[0]
+    require("number of images", len(source), f"{BATCH_SIZE} or more", lambda _: whole)
+    crop = CenterCrop(data.image_size, data.crop_fraction)
+    return np.stack(source.evenly_spaced(whole).map(lambda image, label: crop(image)))
 
 
 def observe_start(config: ConfigDict, images: UInt8[np.ndarray, "n H H C"]) -> Snapshot:

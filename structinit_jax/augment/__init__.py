@@ -47,7 +47,7 @@ class AugmentConfig:
     """Fields of `config.augment`. By default images are only normalized."""
 
     # 'pad' pads by 4 pixels, then crops to the image's size. 'resized' resizes a random box to
-    # image_size; the loader does it when it decodes (`data.crops.RandomCrop`), not `make_augment`.
+    # image_size; the loader does it when it decodes (`data.images.RandomCrop`), not `make_augment`.
     crop: Literal["none", "pad", "resized"] = "none"
     crop_scale: Shares = (0.08, 1.0)  # range of the box's share of the area, for crop='resized'
     flip: Probability = 0.0  # of a horizontal flip

@@ -1,16 +1,26 @@
-"""Opens data sets by name.
+"""Opens data sets by name: prepared ones of TFDS, without TensorFlow, and those of this package.
 
 To use your own data set, write a function `my_dataset(data_dir) -> Dataset` that returns
 `Dataset.from_records(...)`, and name it in the config: `data.name="my_module:my_dataset"`.
 """
 
+import contextlib
 import dataclasses
+import functools
 import os
+import resource
+from collections.abc import Iterator
+
+from etils import epy
 
 from structinit_jax.checks import find, is_reference
 from structinit_jax.data.folder import open_folder
 from structinit_jax.data.small import open_digits, open_fashion_mnist
 from structinit_jax.data.source import Dataset, DatasetInfo, Folder
+from structinit_jax.errors import InputError, suggest
+
+with epy.lazy_imports():  # takes a quarter of a second
+    import tensorflow_datasets as tfds
 
 # Known data sets: a dry run needs no data. Splits without labels are left out: 'unlabelled' of
 # stl10, 'test' of imagenet2012.
@@ -50,14 +60,66 @@ def open_dataset(name: str, data_dir: Folder = None, channels: int | None = None
     if name in OPENERS or is_reference(name):
         dataset = find(name, OPENERS, "name")(data_dir)
     else:
-        from structinit_jax.data import builders  # imports TFDS
-
-        dataset = builders.open_tfds(name, data_dir)
+        dataset = _open_tfds(name, data_dir)
     if channels is None:
         return dataset
     return dataclasses.replace(dataset, info=dataclasses.replace(dataset.info, channels=channels))
 
 
-def find_info(name: str, data_dir: Folder = None) -> DatasetInfo:
-    """Returns the info of a data set, which need not be present if it is in `CATALOG`."""
-    return CATALOG[name] if name in CATALOG else open_dataset(name, data_dir).info
+def find_builder(name: str, data_dir: Folder) -> "tfds.core.DatasetBuilder":
+    """Finds the TFDS builder of a data set, prepared or not, or raises `InputError`."""
+    with _errors_of_tfds(name, data_dir):
+        return tfds.builder(name, data_dir=data_dir)
+
+
+def _open_tfds(name, data_dir):
+    builder = find_builder(name, data_dir)
+    path = builder.data_path
+    if not path.exists():
+        folder, _, _ = name.partition(":")
+        raise InputError(
+            f"data set {name!r} is not prepared: looked in {path}. Pass data_dir=DIR, the folder"
+            f" that holds {folder}/, or download it with\n"
+            f"  python -m structinit_jax.prepare --name={name} --data_dir={builder.data_dir_root}"
+        )
+    with _errors_of_tfds(name, data_dir):
+        builder = tfds.builder_from_directory(path)  # knows formats that were added later
+        features = builder.info.features
+        image = features["image"]
+        class_names = features["label"].names
+    if tfds.core.FileFormat.ARRAY_RECORD not in builder.info.available_file_formats():
+        raise InputError(
+            f"data set {name!r} is not prepared as array_record. Convert it, once, where"
+            " TensorFlow is installed (pip install '.[prepare]'):\n"
+            f"  tfds convert_format --dataset_version_dir={path} --out_file_format=array_record"
+        )
+    sizes = {split: info.num_examples for split, info in builder.info.splits.items()}
+    # Images are not decoded by TFDS, which cannot read CMYK.
+    decoders = {
+        key: tfds.decode.SkipDecoding()
+        for key, feature in features.items()
+        if isinstance(feature, tfds.features.Image)
+    }
+    channels = 1 if image.shape[2] == 1 else 3
+    info = DatasetInfo(len(class_names), channels, sizes)
+    # array_record keeps a file open for each shard, of which ImageNet has 1,088.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 10_000)), hard))
+    open_split = functools.partial(builder.as_data_source, decoders=decoders)
+    return Dataset(name, info, class_names, open_split)
+
+
+@contextlib.contextmanager
+def _errors_of_tfds(name: str, data_dir: Folder) -> Iterator[None]:
+    """Raises `InputError` for errors of TFDS."""
+    try:
+        yield
+    except tfds.core.DatasetNotFoundError as error:
+        stock = tfds.list_builders(with_community_datasets=False)
+        hint = suggest(name.lower(), {*OPENERS, *stock})
+        raise InputError(f"TFDS has no data set {name!r}: {hint}") from error
+    except Exception as error:  # a malformed name, a damaged file, other features than a class
+        raise InputError(
+            f"TFDS cannot open data set {name!r} in data_dir={str(data_dir or '')!r}:"
+            f" {type(error).__name__}: {error}"
+        ) from error

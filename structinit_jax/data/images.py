@@ -1,28 +1,44 @@
-"""Decodes a stored image.
+"""Decodes stored images, and crops and resizes them.
+
+Evaluation takes the center of an image (`CenterCrop`), training may take random boxes
+(`RandomCrop`), for which no more of a JPEG is decoded than they need.
 
 JPEGs are decoded by libjpeg-turbo (simplejpeg), which returns Pillow's pixels in half the time and
 can decode at a fraction of the size. Pillow decodes every other format, and CMYK JPEGs.
 """
 
+import dataclasses
 import functools
 import hashlib
 import io
 import math
+import os
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import simplejpeg
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image
 
+from structinit_jax import rngs
 from structinit_jax.errors import InputError
 
+try:
+    import cykooz_resizer as simd  # six times as fast as Pillow
+except ImportError:  # there is no wheel for this platform, for example ARM Linux
+    simd = None
+
+# By the number of channels. CMYK JPEGs have four.
 PIL_MODES = {1: "L", 3: "RGB"}
-# JPEG color spaces that libjpeg-turbo decodes as Pillow does, and what they are decoded to.
-JPEG_SPACES = {"Gray": "GRAY", "YCbCr": "RGB", "RGB": "RGB"}
+JPEG_MODES = {1: "GRAY", 3: "RGB"}
 # Markers of a JPEG. The frame header holds the size; C4, C8 and CC are not frames.
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+START_OF_IMAGE = b"\xff\xd8"
 END_OF_IMAGE = b"\xff\xd9"
 TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
+
+RATIO = (3 / 4, 4 / 3)  # smallest and largest width / height of random boxes, as in timm
+ATTEMPTS = 10  # as in torchvision
 
 
 class BadImageError(InputError):
@@ -36,21 +52,24 @@ class BadImageError(InputError):
         self.problem = problem
 
 
+# -- decoding --------------------------------------------------------------------------------------
+
+
 class JpegHeader(NamedTuple):
     """What is known of a JPEG before it is decoded."""
 
     height: int  # as stored, before applying the orientation
     width: int
-    space: str  # color space to decode it to
+    mode: str  # of the pixels that simplejpeg returns
     orientation: int
-    frame: int  # offset of the frame header; 0 if the file is truncated
+    frame: int  # offset of the frame header
 
 
 class StoredImage:
-    """An image that is decoded on demand, to 1 or 3 channels.
+    """An image that is read and decoded on demand, to 1 or 3 channels.
 
-    `data` is an encoded file, or pixels: uint8 [h, w] or [h, w, 1 or 3]. Error messages call the
-    image `name`.
+    `stored` is the path of a file, its content, or pixels: uint8 [h, w] or [h, w, 1 or 3]. Error
+    messages call the image `name`.
 
     - Gray, palette, CMYK and YCCK images are converted to RGB, or to gray for one channel, as
       Pillow converts them.
@@ -61,12 +80,13 @@ class StoredImage:
     - Only the first picture of an animation or a multi-page file is read.
     - Truncated files are refused. Damage in a JPEG that Pillow tolerates is ignored.
 
-    `size` and `decode` raise `BadImageError` if the image is truncated, damaged or not supported.
+    What needs the file or its pixels raises `BadImageError` if the image is missing, truncated,
+    damaged or not supported.
     """
 
-    def __init__(self, data: bytes | np.ndarray, channels: int, name: str):
+    def __init__(self, stored: bytes | np.ndarray | str | os.PathLike, channels: int, name: str):
         self.name = name
-        self._data = data
+        self._stored = stored
         self._channels = channels
 
     @functools.cached_property
@@ -94,12 +114,12 @@ class StoredImage:
         """
         if self._jpeg is None:
             return self._pixels, 1.0
-        height, width, space, orientation, frame = self._jpeg
+        height, width, mode, orientation, frame = self._jpeg
         data = self._data
         eighths = next((n for n in (1, 2, 3, 4) if n * reduction >= 8), 8)
         # The interpolation of colors needs the pixels below.
         end = rows + 16 // eighths
-        if ends_early := frame > 0 and orientation == 1 and end < height:
+        if ends_early := orientation == 1 and end < height:
             height = end
             # A decoder stops at the height in the header.
             parts = (data[: frame + 5], height.to_bytes(2, "big"), memoryview(data)[frame + 7 :])
@@ -107,7 +127,7 @@ class StoredImage:
         try:
             pixels = simplejpeg.decode_jpeg(
                 data,
-                space,
+                mode,
                 min_height=math.ceil(height * eighths / 8),
                 min_width=math.ceil(width * eighths / 8),
                 min_factor=1 if eighths == 8 else 2,
@@ -117,8 +137,17 @@ class StoredImage:
             # simplejpeg stops at the first warning. Pillow goes on, but refuses a truncated file.
             return self._pixels, 1.0
         if pixels.shape[-1] != self._channels:
-            pixels = from_pillow(to_pillow(pixels), self._channels)
+            pixels = _from_pillow(_to_pillow(pixels), self._channels)
         return _turn(pixels, orientation), eighths / 8
+
+    def num_bytes(self) -> int:
+        """Returns the size as stored; opens no file."""
+        if isinstance(self._stored, str | os.PathLike):
+            try:
+                return os.stat(self._stored).st_size
+            except OSError as error:
+                raise BadImageError(f"{self.name}: {error.strerror}") from error
+        return self._stored.nbytes if isinstance(self._stored, np.ndarray) else len(self._stored)
 
     def checksum(self) -> bytes:
         """Returns the SHA-256 of the encoded file, or of the pixels and their shape."""
@@ -127,53 +156,60 @@ class StoredImage:
         return hashlib.sha256(f"{self._data.shape}".encode() + self._data.tobytes()).digest()
 
     @functools.cached_property
+    def _data(self) -> bytes | np.ndarray:
+        """The content of the file, or the pixels."""
+        if not isinstance(self._stored, str | os.PathLike):
+            return self._stored
+        try:
+            return Path(self._stored).read_bytes()
+        except OSError as error:
+            raise BadImageError(f"{self.name}: {error.strerror}") from error
+
+    @functools.cached_property
     def _jpeg(self) -> JpegHeader | None:
         """The header of a JPEG that simplejpeg can decode."""
-        if not (isinstance(self._data, bytes) and self._data.startswith(b"\xff\xd8")):
+        data = self._data
+        if not (isinstance(data, bytes) and data.startswith(START_OF_IMAGE)):
             return None
         try:
-            height, width, space, _ = simplejpeg.decode_jpeg_header(self._data)
-            frame, exif = _find_frame(self._data)
-        except (ValueError, IndexError):  # Pillow reads it, or says what is wrong
+            frame, exif = _find_frame(data)
+            channels = data[frame + 9]
+        except IndexError:  # Pillow says what is wrong.
             return None
-        if space not in JPEG_SPACES:  # CMYK
+        is_truncated = data.rfind(END_OF_IMAGE, frame) < 0
+        if is_truncated or channels not in JPEG_MODES:
             return None
-        orientation = _orientation(functools.partial(_parse_exif, exif)) if exif else 1
-        is_truncated = self._data.rfind(END_OF_IMAGE, frame) < 0
-        return JpegHeader(
-            height, width, JPEG_SPACES[space], orientation, frame=0 if is_truncated else frame
-        )
+        height = int.from_bytes(data[frame + 5 : frame + 7])
+        width = int.from_bytes(data[frame + 7 : frame + 9])
+        return JpegHeader(height, width, JPEG_MODES[channels], _orientation(exif), frame)
 
     @functools.cached_property
     def _pixels(self) -> np.ndarray:
         """The pixels as Pillow decodes them, uint8 [h, w, C]."""
+        data = self._data
         try:
-            return self._decode()
+            return _decode_with_pillow(data, self._channels)
         except Exception as error:  # each format's decoder has errors of its own
-            # The text of this one contains a memory address.
-            reason = "unknown format" if isinstance(error, UnidentifiedImageError) else error
-            raise BadImageError(f"{self.name}: cannot be decoded ({reason})") from error
-
-    def _decode(self):
-        is_array = isinstance(self._data, np.ndarray)
-        image = to_pillow(self._data) if is_array else Image.open(io.BytesIO(self._data))
-        image.load()  # Pillow turns a TIFF here and removes its orientation.
-        orientation = _orientation(image.getexif)
-        if image.mode.startswith("I;16"):  # Pillow itself clips at 255
-            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        elif image.mode in ("I", "F"):
-            raise ValueError(f"pixels of mode {image.mode} have no known range: convert to 8 bits")
-        if "transparency" in image.info:
-            image = image.convert("RGBA")  # Pillow warns when it drops a palette's
-        return _turn(from_pillow(image, self._channels), orientation)
+            raise BadImageError(f"{self.name}: cannot be decoded ({error})") from error
 
 
-def to_pillow(pixels: np.ndarray) -> Image.Image:
+def _decode_with_pillow(data, channels):
+    image = _to_pillow(data) if isinstance(data, np.ndarray) else Image.open(io.BytesIO(data))
+    image.load()  # Pillow turns a TIFF here and removes its orientation.
+    orientation = _orientation(image.info.get("exif", b""))
+    if image.mode.startswith("I;16"):  # Pillow itself clips at 255
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise ValueError(f"pixels of mode {image.mode} have no known range: convert to 8 bits")
+    return _turn(_from_pillow(image, channels), orientation)
+
+
+def _to_pillow(pixels):
     """Converts pixels, uint8 [h, w] or [h, w, 1 or 3], to an image of Pillow."""
     return Image.fromarray(pixels[..., 0] if pixels.shape[2:] == (1,) else pixels)
 
 
-def from_pillow(image: Image.Image, channels: int) -> np.ndarray:
+def _from_pillow(image, channels):
     """Converts an image of Pillow to pixels of 1 (gray) or 3 (color) channels, uint8 [h, w, C]."""
     mode = PIL_MODES[channels]
     pixels = np.asarray(image if image.mode == mode else image.convert(mode))
@@ -193,17 +229,12 @@ def _find_frame(jpeg):
     return at, exif
 
 
-def _parse_exif(exif):
-    """Parses Exif data as Pillow does, which opens no JPEG of more than 179 million pixels."""
+def _orientation(exif):
+    """Returns the orientation that Exif data give; 1 is upright."""
     tags = Image.Exif()
-    tags.load(exif)
-    return tags
-
-
-def _orientation(read_exif):
-    """Returns the orientation that Exif tags give; 1 is upright."""
     try:
-        return read_exif().get(ExifTags.Base.Orientation, 1)
+        tags.load(exif)
+        return tags.get(ExifTags.Base.Orientation, 1)
     except Exception:  # damaged tags
         return 1
 
@@ -215,3 +246,125 @@ def _turn(pixels, orientation):
     if orientation in (3, 4, 7, 8):
         pixels = pixels[::-1]
     return pixels[:, ::-1] if orientation in (2, 3, 6, 7) else pixels
+
+
+# -- cropping --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class CenterCrop:
+    """Resizes an image bicubically and takes the central square, as timm does.
+
+    The shorter side is resized to `image_size / fraction` pixels; ImageNet evaluation usually takes
+    0.875, and 1 keeps the whole of a square image.
+    """
+
+    image_size: int
+    fraction: float = 1.0
+
+    def __call__(self, image: StoredImage, position: int = 0) -> np.ndarray:
+        """Crops an image, wherever it is in the stream, to uint8 [image_size, image_size, C]."""
+        pixels = image.decode()
+        shorter = math.floor(self.image_size / self.fraction)
+        shape = pixels.shape[:2]
+        height, width = (int(shorter * side / min(shape)) for side in shape)
+        # timm and torchvision round a half to the even number, as Python does.
+        top, left = (round((side - self.image_size) / 2) for side in (height, width))
+        if min(shape) != shorter:
+            pixels = _pillow_resize(pixels, (width, height), "bicubic")
+        return pixels[top : top + self.image_size, left : left + self.image_size]
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomCrop:
+    """Random resized crop (Szegedy et al. 2015), distributed as timm's.
+
+    Aspect ratios are uniform in the logarithm, and crops are resized bicubically or bilinearly with
+    equal probability, both antialiased. A crop depends only on the seed and on the position of the
+    image in the training stream.
+    """
+
+    image_size: int
+    seed: int
+    scale: tuple[float, float] = (0.08, 1.0)  # smallest and largest share of the image's area
+
+    def __call__(self, image: StoredImage, position: int) -> np.ndarray:
+        """Crops an image to uint8 [image_size, image_size, C]."""
+        box = self.draw_box(image.size, position)
+        return crop_and_resize(image, box, self.image_size, self.draw_interpolation(position))
+
+    def draw_box(self, size: tuple[int, int], position: int) -> tuple[int, int, int, int]:
+        """Draws a box (top, left, height, width) inside an image of the given height and width.
+
+        If no attempt fits into the image, the box is the largest central one of an allowed ratio.
+        """
+        height, width = size
+        bits = rngs.host_bits(self.seed, position, rngs.BOX, 4 * ATTEMPTS)
+        uniforms = ((bits >> np.uint64(11)) * 2.0**-53).reshape(ATTEMPTS, 4)  # in [0, 1)
+        for area, ratio, down, across in uniforms.tolist():
+            area = height * width * (self.scale[0] + area * (self.scale[1] - self.scale[0]))
+            low, high = map(math.log, RATIO)
+            ratio = math.exp(low + ratio * (high - low))
+            box_height = round(math.sqrt(area / ratio))
+            box_width = round(math.sqrt(area * ratio))
+            if 0 < box_height <= height and 0 < box_width <= width:
+                top = int(down * (height - box_height + 1))
+                left = int(across * (width - box_width + 1))
+                return top, left, box_height, box_width
+        box_height = min(height, max(1, round(width / RATIO[0])))
+        box_width = min(width, max(1, round(height * RATIO[1])))
+        return (height - box_height) // 2, (width - box_width) // 2, box_height, box_width
+
+    def draw_interpolation(self, position: int) -> str:
+        """Returns 'bicubic' or 'bilinear'."""
+        bits = rngs.host_bits(self.seed, position, rngs.INTERPOLATION, 1)
+        return ("bilinear", "bicubic")[int(bits[0]) >> 63]
+
+
+def crop_and_resize(
+    image: StoredImage, box: tuple[int, int, int, int], image_size: int, interpolation: str
+) -> np.ndarray:
+    """Decodes a box of an image and resizes it to uint8 [image_size, image_size, C].
+
+    The box is (top, left, height, width) in pixels, `interpolation` 'bicubic' or 'bilinear'. A JPEG
+    is decoded at a fraction of its size if the box still has `image_size` pixels each way, as with
+    Pillow's `draft`. Decoding ends below the box, as with TensorFlow's `decode_and_crop_jpeg`; this
+    changes no pixel. (timm and torchvision decode whole images.)
+    """
+    top, left, height, width = box
+    pixels, scale = image.decode_top(top + height, min(height, width) / image_size)
+    bottom = (top + height) * scale
+    right = (left + width) * scale
+    top = top * scale
+    left = left * scale
+    # Cut out first, as timm does, so that pixels outside the box do not bleed into its edge.
+    y = math.floor(top)
+    x = math.floor(left)
+    inside = pixels[y : math.ceil(bottom), x : math.ceil(right)]
+    return _resize(inside, (left - x, top - y, right - x, bottom - y), image_size, interpolation)
+
+
+def _resize(pixels, box, size, interpolation):
+    """Resizes a box (left, top, right, bottom) to a square.
+
+    Pillow and SIMD round in different places: 3 values in 10,000 differ by more than 1.
+    """
+    height, width, channels = pixels.shape
+    if simd is None:
+        return _pillow_resize(pixels, (size, size), interpolation, box)
+    left, top, right, bottom = box
+    pixel_type = {1: simd.PixelType.U8, 3: simd.PixelType.U8x3}[channels]
+    filters = {"bicubic": simd.FilterType.catmull_rom, "bilinear": simd.FilterType.bilinear}
+    options = simd.ResizeOptions(
+        simd.ResizeAlg.convolution(filters[interpolation]),
+        crop_box=simd.CropBox(left, top, right - left, bottom - top),
+    )
+    result = simd.ImageData(size, size, pixel_type)
+    source = simd.ImageData(width, height, pixel_type, pixels.tobytes())
+    simd.Resizer().resize(source, result, options)
+    return np.frombuffer(result.get_buffer(), np.uint8).reshape(size, size, channels)
+
+
+def _pillow_resize(pixels, size, interpolation, box=None):
+    resample = getattr(Image.Resampling, interpolation.upper())
+    return _from_pillow(_to_pillow(pixels).resize(size, resample, box), pixels.shape[-1])

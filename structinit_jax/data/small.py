@@ -3,9 +3,7 @@
 import gzip
 import hashlib
 import os
-import socket
 import urllib.request
-import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import numpy as np
 
 from structinit_jax.data.source import Dataset, Folder
 from structinit_jax.errors import InputError
+from structinit_jax.files import write_atomically
 
 URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
 # Original files of fashion_mnist (with the suffix .gz) -> SHA-256 of the decompressed content. The
@@ -96,11 +95,7 @@ def _download(url, path, sha256):
         ) from error
     array = _parse_idx(content, path, sha256)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Other processes, on other hosts too, may download the same file. A file of `tempfile` could be
-    # read by its owner alone.
-    partial = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
-    partial.write_bytes(content)
-    partial.replace(path)
+    write_atomically(path, content)  # Other processes may download the same file.
     return array
 
 
@@ -111,7 +106,7 @@ def _parse_idx(compressed, path, sha256):
     """
     try:
         content = gzip.decompress(compressed)
-    except (OSError, EOFError, zlib.error):
+    except (OSError, EOFError):  # the page of a proxy, or a part of the file
         content = b""
     if hashlib.sha256(content).hexdigest() != sha256:
         raise InputError(f"{path} is not the original file of fashion_mnist")

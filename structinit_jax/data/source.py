@@ -13,11 +13,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from structinit_jax.checks import require
+from structinit_jax.checks import is_whole, require
 from structinit_jax.data.images import BadImageError, StoredImage
 from structinit_jax.errors import InputError
 
@@ -55,7 +55,7 @@ class Records(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImageSource:
-    """The examples of a split, decoded on demand, from any thread."""
+    """The examples of a split: images, not yet read or decoded, and labels. Any thread may ask."""
 
     parts: Sequence[Records]
     rows: np.ndarray  # part of each example and its index in that part, int64 [n, 2]
@@ -70,29 +70,30 @@ class ImageSource:
         return next(self.read([index]))
 
     def read(self, indices: Sequence[int]) -> Iterator[tuple[StoredImage, int]]:
-        """Yields several images, not yet decoded, and their labels.
-
-        Raises `BadImageError` if an image file cannot be opened, `InputError` if a label is out of
-        range.
-        """
+        """Yields several images and their labels; `InputError` if a label is out of range."""
         num_classes = self.info.num_classes
-        for example in self._fetch(indices):
-            if not 0 <= example.label < num_classes:
-                limit = f"label {example.label} is not in [0, {num_classes})"
-                raise InputError(f"{example.place}: {limit}")
-            yield self._open(example), example.label
+        for image, label in self._fetch(indices):
+            if not 0 <= label < num_classes:
+                raise InputError(f"{image.name}: label {label} is not in [0, {num_classes})")
+            yield image, label
 
-    def map_images(self, function: Callable[[StoredImage], Any]) -> list[Any]:
-        """Calls a function with every image, in threads; returns its results in order."""
-        return self._map(lambda example: function(self._open(example)))
+    def map(self, function: Callable[[StoredImage, int], Any]) -> list[Any]:
+        """Calls a function with every image and its label, in threads; returns its results.
+
+        They are in order. Labels may be out of range.
+        """
+
+        def call(block):
+            return [function(image, label) for image, label in self._fetch(block)]
+
+        blocks = [range(len(self))[i : i + READ_BLOCK] for i in range(0, len(self), READ_BLOCK)]
+        # More threads than cores would contend for the interpreter lock.
+        with ThreadPoolExecutor(min(MAX_THREADS, num_cores())) as pool:
+            return list(itertools.chain.from_iterable(pool.map(call, blocks)))
 
     def labels(self) -> np.ndarray:
         """Returns all labels, int64 [n], which may be out of range; decodes no image."""
-        return np.array(self._map(lambda example: example.label), np.int64)
-
-    def num_bytes(self) -> np.ndarray:
-        """Returns the size of each image as stored, int64 [n]; opens no file."""
-        return np.array(self._map(_num_bytes), np.int64)
+        return np.array(self.map(lambda image, label: label), np.int64)
 
     def select(self, wanted: np.ndarray) -> "ImageSource":
         """Returns the examples that `wanted` selects, bool [n] or indices in ascending order."""
@@ -106,34 +107,21 @@ class ImageSource:
     def split_bad_images(self) -> tuple["ImageSource", list[tuple[int, int]], list[str]]:
         """Returns the good images, their heights and widths, and the problems of the others."""
 
-        def check(example):
+        def check(image, label):
             try:
-                image = self._open(example)
                 # Decoding at 1/8 size still reads every byte of a JPEG, in a third of the time.
                 image.decode_top(image.size[0], reduction=8.0)
             except BadImageError as error:
                 return None, error.problem
             return image.size, None
 
-        checked = self._map(check)
+        checked = self.map(check)
         good = self.select(np.array([problem is None for _, problem in checked], bool))
         sizes = [size for size, _ in checked if size is not None]
         return good, sizes, [problem for _, problem in checked if problem is not None]
 
-    def map_blocks(self, function: Callable[[range], Any]) -> list[Any]:
-        """Calls a function with ranges that cover all indices, in threads; returns its results."""
-        blocks = [range(len(self))[i : i + READ_BLOCK] for i in range(0, len(self), READ_BLOCK)]
-        # More threads than cores would contend for the interpreter lock.
-        with ThreadPoolExecutor(min(MAX_THREADS, num_cores())) as pool:
-            return list(pool.map(function, blocks))
-
-    def _map(self, function):
-        """Calls a function with every example, in threads."""
-        blocks = self.map_blocks(lambda block: list(map(function, self._fetch(block))))
-        return list(itertools.chain.from_iterable(blocks))
-
     def _fetch(self, indices):
-        """Yields examples; their images may be paths."""
+        """Yields images and labels, which may be out of range."""
         rows = self.rows[np.asarray(indices, np.int64)].tolist()
         for number, group in itertools.groupby(rows, key=operator.itemgetter(0)):
             part = self.parts[number]
@@ -143,36 +131,13 @@ class ImageSource:
             records = read_many(wanted) if read_many else map(part.__getitem__, wanted)
             for place, record in zip(wanted, records, strict=True):
                 name = f"{self.name}, example {place}"
-                yield Example(name, record["image"], operator.index(record["label"]))
-
-    def _open(self, example):
-        image = example.image
-        name = example.place
-        if isinstance(image, str | os.PathLike):
-            name += f" ({os.fspath(image)})"
-            try:
-                image = Path(image).read_bytes()
-            except OSError as error:
-                raise BadImageError(f"{name}: {error.strerror}") from error
-        return StoredImage(image, self.info.channels, name)
-
-
-class Example(NamedTuple):
-    """A record and its place."""
-
-    place: str  # in messages
-    image: bytes | np.ndarray | str | os.PathLike
-    label: int
-
-
-def _num_bytes(example):
-    image = example.image
-    if isinstance(image, str | os.PathLike):
-        try:
-            return os.stat(image).st_size
-        except OSError:  # Reading the image reports this error.
-            return 0
-    return image.nbytes if isinstance(image, np.ndarray) else len(image)
+                stored = record["image"]
+                label = record["label"]
+                if isinstance(stored, str | os.PathLike):
+                    name += f" ({os.fspath(stored)})"
+                if not is_whole(label):
+                    raise InputError(f"{name}: label {label!r} is not a whole number")
+                yield StoredImage(stored, self.info.channels, name), int(label)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +148,6 @@ class Dataset:
     info: DatasetInfo
     class_names: Sequence[str]  # by label
     open_split: Callable[[str], Records]  # by the name of the split
-    left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)  # files, by their kind
 
     @classmethod
     def from_records(
@@ -308,10 +272,11 @@ def digest(source: ImageSource, class_names: Sequence[str]) -> str:
     sample = source.evenly_spaced(MAX_DIGESTED)
     if all(isinstance(part, list) or hasattr(part, "names") for part in source.parts):
         names.update(source.labels().tobytes())
-        sizes = source.num_bytes()
+        sizes = np.array(source.map(lambda image, label: image.num_bytes()), np.int64)
         contents.update(sizes.tobytes())
         sample = source if sizes.sum() <= SMALL_SET else sample
-    contents.update(sample.labels().tobytes() + b"".join(sample.map_images(StoredImage.checksum)))
+    checksums = sample.map(lambda image, label: image.checksum())
+    contents.update(sample.labels().tobytes() + b"".join(checksums))
     return f"{names.hexdigest()}-{contents.hexdigest()}"
 
 

@@ -21,7 +21,7 @@ from structinit_jax.attention_init import AttentionInit
 from structinit_jax.augment import Augment, make_augment
 from structinit_jax.checks import find, require
 from structinit_jax.data import datasets
-from structinit_jax.data.crops import RandomCrop
+from structinit_jax.data.images import CenterCrop, RandomCrop
 from structinit_jax.data.loader import Batch, make_loader
 from structinit_jax.data.source import Dataset, ImageSource, check_classes, count_common
 from structinit_jax.errors import InputError, prefixed
@@ -83,13 +83,10 @@ def train_batches(
     Unless `in_memory`, images are decoded when they are needed, whatever the size of the split.
     """
     data = config.data
-    random_crop = None
+    crop = CenterCrop(data.image_size)
     if config.augment.crop == "resized":
-        random_crop = RandomCrop(config.seed, config.augment.crop_scale)
-    size = data.image_size
-    loader = make_loader(
-        source, mesh, image_size=size, random_crop=random_crop, in_memory=in_memory
-    )
+        crop = RandomCrop(data.image_size, config.seed, config.augment.crop_scale)
+    loader = make_loader(source, mesh, crop, in_memory)
     batches = loader.train_batches(
         batch_size=config.batch_size,
         seed=config.seed,

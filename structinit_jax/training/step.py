@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax.augment import normalize
 from structinit_jax.checks import find
+from structinit_jax.data.images import CenterCrop
 from structinit_jax.data.loader import Batch, make_loader
 from structinit_jax.data.source import ImageSource
 from structinit_jax.rngs import step_rngs
@@ -165,7 +166,7 @@ def make_evaluator(
     mesh = model.mesh
     step = make_eval_step(model, data.mean, data.std)
     step = jax.jit(step, out_shardings=sharding.replicated(mesh))
-    loader = make_loader(source, mesh, image_size=data.image_size, crop_fraction=data.crop_fraction)
+    loader = make_loader(source, mesh, CenterCrop(data.image_size, data.crop_fraction))
     batch_size = -(-config.batch_size // (config.accumulate_steps * mesh.size)) * mesh.size
 
     def evaluate(state):

@@ -1,0 +1,47 @@
+import fork_main
+import numpy as np
+import pytest
+from PIL import Image
+
+from structinit_jax import prepare
+from structinit_jax.data.source import Dataset
+from structinit_jax.errors import InputError
+
+
+def test_the_report_names_classes_sizes_and_bad_images(tmp_path):
+    for split in ("train", "val"):
+        for name in ("cat", "dog"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for number in range(3):
+                image = Image.new("RGB", (20 + number, 10), "red")
+                image.save(tmp_path / split / name / f"{number}.png")
+    (tmp_path / "train" / "dog" / "1.png").write_bytes(b"nothing")
+    arguments = ("--name=folder", f"--data_dir={tmp_path}", "--check=0")
+    result = fork_main.run(*arguments, module=prepare.__name__)
+    assert result.returncode == 2
+    said = result.stdout
+    for line in (
+        f"{tmp_path.name}: 2 classes (cat, dog), 3 channels",
+        "train: 6 examples; checked all",
+        "train: 2 of 2 classes in these, 2 to 3 examples of each",
+        "val: 10 to 10 pixels high, 20 to 22 wide",
+        "val: pixels: mean (1.0, 0.0, 0.0), std (0.0, 0.0, 0.0)",
+    ):
+        assert f"{line}\n" in said
+    assert said.count("bad: ") == 1
+    assert "dog/1.png" in said
+
+
+def test_mean_and_deviation_are_those_of_all_pixels_by_channel():
+    images = np.random.default_rng(0).integers(0, [256, 128, 64], (30, 9, 7, 3), np.uint8)
+    records = [{"image": image, "label": -1} for image in images]
+    source = Dataset.from_records("noise", {"train": records}, ["a"]).split("train")
+    pixels = images.reshape(-1, 3) / 255
+    expected = [tuple(f(pixels, axis=0).round(3).tolist()) for f in (np.mean, np.std)]
+    assert list(prepare.mean_and_std(source)) == expected
+
+
+def test_stock_builders_need_tensorflow(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"TensorFlow to prepare(.|\n)*pip install '\.\[prepare\]"):
+        prepare.prepare("cifar10", tmp_path)
