@@ -90,6 +90,7 @@ REFUSED = {  # what the message says, and the parameters
     r"\.qkv\.weight .*not supported": lambda: changed(blocks__1__attn__qkv__weight=WIDE),
     r"^grid: .*\(192, 3, 16\)": lambda: patches(16),
     r"attn\.proj\.bias has dtype int8": lambda: integers("blocks.1.attn.proj.bias"),
+    r"hold no attention layers .* blocks\.1\.attn\.proj": lambda: without("blocks.1.attn.qkv"),
     "several stages is not supported": stages,
 }
 

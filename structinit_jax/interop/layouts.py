@@ -234,11 +234,12 @@ def find_stacks(leaves: Leaves) -> list[Stack]:
 
 
 def _stacks(leaves: Leaves, layout: Layout) -> list[Stack]:
-    query = layout.weights("")[0]
-    found = [name for name in leaves if f".{name}".endswith(f".{query}")]
-    attentions = [name.removesuffix(query).removesuffix(".") for name in found]
+    # All weights are looked for: layers of another kind between them make a group unsupported.
+    suffixes = [f".{weight}" for weight in dict.fromkeys(layout.weights(""))]
+    names = [f".{name}" for name in leaves]
+    found = [n.removesuffix(s)[1:] for s in suffixes for n in names if n.endswith(s)]
     stacks = []
-    for group in _numbered(attentions):
+    for group in _numbered(dict.fromkeys(found)):
         weights = {weight for attention in group for weight in layout.weights(attention)}
         if not weights <= leaves.keys():
             continue
