@@ -25,10 +25,9 @@ from ml_collections import ConfigDict
 
 from structinit_jax import command_line
 from structinit_jax.attention_init import SCHEMES, AttentionInit
-from structinit_jax.checks import find
 from structinit_jax.data.images import CenterCrop
 from structinit_jax.data.loader import Loader, make_loader
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, find
 from structinit_jax.rngs import split_seed
 from structinit_jax.training import build
 from structinit_jax.training.optimizer import Schedule

@@ -18,10 +18,11 @@ from ml_collections import ConfigDict
 
 from structinit_jax import attention_init, models
 from structinit_jax.augment import AugmentConfig
-from structinit_jax.checks import (
+from structinit_jax.errors import (
     AtLeastTwo,
     Check,
     Fraction,
+    InputError,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -29,9 +30,11 @@ from structinit_jax.checks import (
     check_fields,
     find,
     is_reference,
+    prefixed,
+    printable,
     require,
+    suggest,
 )
-from structinit_jax.errors import InputError, prefixed, printable, suggest
 from structinit_jax.files import open_path, read_json
 
 Share = Annotated[float, Check("a number from 0.1 to 1", lambda x: 0.1 <= x <= 1)]

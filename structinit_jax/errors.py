@@ -1,8 +1,33 @@
-"""Errors that end a command with one sentence, and the texts that they are made of."""
+"""Errors that end a command with one sentence, and the checks of values that raise them.
+
+Values are checked once, where they enter the package. The annotation next to a default says what
+the value must be, in a dataclass of fields or in the signature of a function:
+
+    width: PositiveInt = 192
+    drop_path: Fraction = 0.0
+    pool: Literal["mean", "class_token"] = "mean"
+    layer_scale: NonNegativeFloat | None = None
+
+`check_fields` checks values by these annotations, `checked` the arguments of a call, and `require`
+whatever depends on several fields.
+"""
 
 import contextlib
 import difflib
-from collections.abc import Iterable, Iterator
+import functools
+import importlib
+import inspect
+import math
+import os
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, ParamSpec, TypeVar
+
+import numpy as np
+
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -57,3 +82,147 @@ def suggest(word: str, known: Iterable[str]) -> str:
     if near := difflib.get_close_matches(str(word), names, n=3, cutoff=cutoff):
         return f"did you mean {' or '.join(map(repr, near))}?"
     return f"choose from {', '.join(names)}" if names else "there are none"
+
+
+# -- checks ----------------------------------------------------------------------------------------
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Check(NamedTuple):
+    """A requirement on a value, in `Annotated` after the type: 'NAME=VALUE must be NEEDS'."""
+
+    needs: str
+    holds: Callable[[Any], bool]
+
+    def accepts(self, value: Any) -> bool:
+        """Whether a value passes the test; a `TypeError` or `ValueError` counts as no."""
+        try:
+            return bool(self.holds(value))
+        except (TypeError, ValueError):  # NumPy raises ValueError for the truth of an array
+            return False
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def is_count(value: Any, low: int = 1) -> bool:
+    """Whether a value is a whole number in [low, 2**32)."""
+    return is_whole(value) and bool(low <= value < 2**32)
+
+
+# Whole numbers fit uint32, as those of random keys must; larger ones of the others are mistakes.
+Number = int | float
+PositiveInt = Annotated[int, Check("a whole number from 1 to 2**32 - 1", is_count)]
+NonNegativeInt = Annotated[
+    int, Check("a whole number from 0 to 2**32 - 1", lambda x: is_count(x, 0))
+]
+AtLeastTwo = Annotated[int, Check("a whole number, 2 or more", lambda x: is_count(x, 2))]
+PositiveFloat = Annotated[Number, Check("a number above 0, at most 1e7", lambda x: 0 < x <= 1e7)]
+NonNegativeFloat = Annotated[Number, Check("a number from 0 to 1e7", lambda x: 0 <= x <= 1e7)]
+Fraction = Annotated[Number, Check("a number in [0, 1)", lambda x: 0 <= x < 1)]
+Probability = Annotated[Number, Check("a number in [0, 1]", lambda x: 0 <= x <= 1)]
+
+_CHECKS = {
+    bool: Check("True or False", lambda x: isinstance(x, bool)),
+    int: Check("a whole number", is_whole),
+    float: Check("a finite number", math.isfinite),
+    str: Check("a string", lambda x: isinstance(x, str)),
+    types.NoneType: Check("None", lambda x: x is None),
+}
+
+
+def require(name: str, value: Any, needs: str, holds: Callable[[Any], bool]) -> None:
+    """Raises `InputError` unless the test `holds`; the message is 'NAME=VALUE must be NEEDS'."""
+    if not Check(needs, holds).accepts(value):
+        text = repr(value)
+        text = text if len(text) <= 200 else f"{text[:200]}…"
+        raise InputError(f"{name}={text} must be {needs}")
+
+
+def check_fields(owner: Callable[..., Any], values: Mapping[str, Any], prefix: str = "") -> None:
+    """Raises `InputError` unless every value is what the annotation of its field asks for.
+
+    The annotations are those of `owner`, a dataclass or a function. Types other than numbers,
+    strings, `Literal`, and tuples and unions of these are checked only if they have a `Check`. The
+    prefix precedes the names of fields in messages.
+    """
+    hints = typing.get_type_hints(owner, include_extras=True)
+    hints.pop("return", None)
+    for name, value in values.items():
+        if name not in hints:
+            raise InputError(f"{prefix}{name} does not exist: {suggest(name, hints)}")
+        require(f"{prefix}{name}", value, *_check_of(hints[name]))
+
+
+def checked(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorates a function such that `check_fields` checks its keyword arguments before a call."""
+
+    @functools.wraps(function)
+    def check_and_call(*args: P.args, **kwargs: P.kwargs) -> T:
+        check_fields(function, kwargs)
+        return function(*args, **kwargs)
+
+    return check_and_call
+
+
+def _check_of(hint: Any) -> Check:
+    """Returns the check that an annotation asks for."""
+    arguments = typing.get_args(hint)
+    match typing.get_origin(hint):
+        case typing.Annotated:
+            return next(x for x in hint.__metadata__ if isinstance(x, Check))
+        case typing.Literal:
+            return Check(f"one of {', '.join(map(repr, arguments))}", arguments.__contains__)
+        case typing.Union | types.UnionType:
+            checks = [_check_of(argument) for argument in arguments]
+            return Check(
+                " or ".join(dict.fromkeys(check.needs for check in checks)),
+                lambda x: any(check.accepts(x) for check in checks),
+            )
+        case origin if origin in (tuple, Sequence):
+            each = _check_of(arguments[0])
+            return Check(
+                f"a tuple, each element {each.needs}",
+                lambda x: isinstance(x, tuple | list) and all(map(each.holds, x)),
+            )
+    return _CHECKS.get(hint, Check("", lambda _: True))
+
+
+def check_scheme(scheme: Any) -> None:
+    """Raises `InputError` unless `scheme(rng, site)` can be called."""
+    try:
+        inspect.signature(scheme).bind("rng", "site")
+    except (TypeError, ValueError) as error:
+        given = getattr(scheme, "__name__", repr(scheme))
+        raise InputError(
+            f"attention_init={given} must be a function of (rng, site): call the scheme, as in "
+            "impulse()"
+        ) from error
+
+
+def is_reference(name: str) -> bool:
+    """Whether a config value has the form `my_module:my_function`.
+
+    The exception is 'huggingface:NAME', a data set of TFDS.
+    """
+    return re.fullmatch(r"(?!huggingface:)[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None
+
+
+def find(name: str, known: Mapping[str, Any], field: str) -> Any:
+    """Returns what the name in a `field` stands for: a known object, or that of 'module:object'."""
+    if name in known:
+        return known[name]
+    if not is_reference(name):
+        raise InputError(f"{field}={name!r} is unknown: {suggest(name, known)}")
+    module_name, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise InputError(
+            f"{field}={name!r} cannot be imported ({error}): the module must be in the "
+            f"working directory, {os.getcwd()}, or on PYTHONPATH"
+        ) from error

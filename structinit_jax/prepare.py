@@ -15,11 +15,10 @@ import numpy as np
 from absl import flags
 
 from structinit_jax import command_line
-from structinit_jax.checks import is_reference
 from structinit_jax.command_line import FLAGS
 from structinit_jax.data.datasets import OPENERS, find_builder, open_dataset
 from structinit_jax.data.source import Dataset, Folder, ImageSource
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, is_reference
 
 MAX_SHOWN_CLASSES = 10
 MAX_AVERAGED = 1000  # images, which fixes mean and deviation to about 0.01

@@ -5,28 +5,28 @@ from typing import Annotated, Literal
 import pytest
 
 import structinit_jax as si
-from structinit_jax import checks
+from structinit_jax import errors
 from structinit_jax.errors import InputError, printable
 
 
 @dataclasses.dataclass
 class Fields:
-    depth: checks.PositiveInt = 1
-    registers: checks.NonNegativeInt = 0
-    ratio: checks.PositiveFloat = 4.0
-    scale: checks.NonNegativeFloat | None = None
-    drop: checks.Fraction = 0.0
-    flip: checks.Probability = 0.5
+    depth: errors.PositiveInt = 1
+    registers: errors.NonNegativeInt = 0
+    ratio: errors.PositiveFloat = 4.0
+    scale: errors.NonNegativeFloat | None = None
+    drop: errors.Fraction = 0.0
+    flip: errors.Probability = 0.5
     pool: Literal["mean", "class_token"] = "mean"
     norm: bool = True
     name: str = ""
-    heads: checks.PositiveInt | tuple[checks.PositiveInt, ...] = 3
+    heads: errors.PositiveInt | tuple[errors.PositiveInt, ...] = 3
     mean: tuple[float, ...] = (0.5,)
-    even: Annotated[int, checks.Check("an even number", lambda x: x % 2 == 0)] = 2
+    even: Annotated[int, errors.Check("an even number", lambda x: x % 2 == 0)] = 2
 
 
 def test_good_values_pass():
-    checks.check_fields(Fields, dict(depth=2, scale=0.1, flip=1, heads=[2, 4], mean=(0, 1.5)))
+    errors.check_fields(Fields, dict(depth=2, scale=0.1, flip=1, heads=[2, 4], mean=(0, 1.5)))
 
 
 @pytest.mark.parametrize(
@@ -49,19 +49,19 @@ def test_good_values_pass():
 def test_a_bad_value_is_named_with_its_field(field, values):
     for value in values:
         with pytest.raises(InputError) as caught:
-            checks.check_fields(Fields, {field: value}, "config.model.")
+            errors.check_fields(Fields, {field: value}, "config.model.")
         assert str(caught.value).startswith(f"config.model.{field}={value!r} must be ")
 
 
 def test_references_name_a_module_and_an_attribute():
-    assert checks.is_reference("my.module:thing")
+    assert errors.is_reference("my.module:thing")
     for name in ("cifar10", "digits:9.9.9", "huggingface:mnist", "a b:c", ":c", "a:"):
-        assert not checks.is_reference(name)
-    assert checks.find("known", {"known": 3}, "loss") == 3
-    assert checks.find("math:pi", {"known": 3}, "loss") == math.pi
+        assert not errors.is_reference(name)
+    assert errors.find("known", {"known": 3}, "loss") == 3
+    assert errors.find("math:pi", {"known": 3}, "loss") == math.pi
     for name in ("no_such_module:f", "math:no_such_name", "knwon"):
         with pytest.raises(InputError, match=rf"^loss='{name}'"):
-            checks.find(name, {"known": 3}, "loss")
+            errors.find(name, {"known": 3}, "loss")
 
 
 def test_control_characters_of_names_are_escaped():
@@ -75,4 +75,4 @@ def test_control_characters_of_names_are_escaped():
 @pytest.mark.parametrize("scheme", [si.impulse, "impulse"])
 def test_a_scheme_is_a_function_of_rng_and_site(scheme):
     with pytest.raises(InputError, match=r"^attention_init="):
-        checks.check_scheme(scheme)  # as initialize and models do
+        errors.check_scheme(scheme)  # as initialize and models do

@@ -15,10 +15,9 @@ from structinit_jax.analysis import measures
 from structinit_jax.attention_init import ConvSite, TokenMixingSite
 from structinit_jax.attention_init.sites import AttentionStack
 from structinit_jax.augment import normalize
-from structinit_jax.checks import require
 from structinit_jax.config import make_attention_init
 from structinit_jax.data.images import CenterCrop
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, require
 from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
 from structinit_jax.training.state import AbstractModel, TrainState, initialize_model

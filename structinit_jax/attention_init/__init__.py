@@ -57,8 +57,13 @@ from structinit_jax.attention_init.sites import (
 )
 from structinit_jax.attention_init.solve import reach_warning
 from structinit_jax.attention_init.targets import FilterArray, OddInt, OpenFraction
-from structinit_jax.checks import NonNegativeFloat, PositiveFloat, PositiveInt, check_fields
-from structinit_jax.errors import InputError
+from structinit_jax.errors import (
+    InputError,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    check_fields,
+)
 
 
 def impulse(

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from structinit_jax.attention_init import draws, solve
 from structinit_jax.attention_init.sites import AttentionWeights, RotarySite, SolveReport
 from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps
-from structinit_jax.checks import require
+from structinit_jax.errors import require
 
 START_NORM = 3.0  # The root of the sum of |c| at the start; most grids need about this.
 MAX_ROWS = 64  # More rows of a map would pose the same problem at other places.

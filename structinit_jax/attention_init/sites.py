@@ -14,8 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from structinit_jax.checks import Check, PositiveFloat, PositiveInt, check_fields, is_count, require
-from structinit_jax.errors import InputError
+from structinit_jax.errors import (
+    Check,
+    InputError,
+    PositiveFloat,
+    PositiveInt,
+    check_fields,
+    is_count,
+    require,
+)
 
 # -- sites -----------------------------------------------------------------------------------------
 

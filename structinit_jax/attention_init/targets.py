@@ -8,8 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from structinit_jax.attention_init.draws import permutations
-from structinit_jax.checks import Check, is_count
-from structinit_jax.errors import InputError
+from structinit_jax.errors import Check, InputError, is_count
 
 OddInt = Annotated[int, Check("an odd positive whole number", lambda x: is_count(x) and x % 2 == 1)]
 OpenFraction = Annotated[int | float, Check("a number between 0 and 1", lambda x: 0 < x < 1)]

@@ -40,7 +40,7 @@ from structinit_jax.attention_init.sites import (
     TokenMixingWeights,
 )
 from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps, impulse_kernels
-from structinit_jax.checks import require
+from structinit_jax.errors import require
 
 CORRELATION = 0.9  # The exact value hardly matters.
 

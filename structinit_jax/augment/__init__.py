@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Integer, Key, Real, UInt8
 from ml_collections import ConfigDict
 
 from structinit_jax.augment import mix, rand_augment, transforms
-from structinit_jax.checks import Check, NonNegativeFloat, NonNegativeInt, Probability
+from structinit_jax.errors import Check, NonNegativeFloat, NonNegativeInt, Probability
 
 # Each operation has its own random stream, so disabling one does not change the others' draws.
 CROP = 0

@@ -13,11 +13,10 @@ from collections.abc import Iterator
 
 from etils import epy
 
-from structinit_jax.checks import find, is_reference
 from structinit_jax.data.folder import open_folder
 from structinit_jax.data.small import open_digits, open_fashion_mnist
 from structinit_jax.data.source import Dataset, DatasetInfo, Folder
-from structinit_jax.errors import InputError, suggest
+from structinit_jax.errors import InputError, find, is_reference, suggest
 
 with epy.lazy_imports():  # takes a quarter of a second
     import tensorflow_datasets as tfds

@@ -17,9 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from structinit_jax.checks import is_whole, require
 from structinit_jax.data.images import BadImageError, StoredImage
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, is_whole, require
 
 Folder = str | os.PathLike | None
 READ_BLOCK = 256  # examples

@@ -9,8 +9,7 @@ import numpy as np
 
 from structinit_jax.attention_init import AttentionWeights
 from structinit_jax.attention_init.sites import check_shape, is_concrete
-from structinit_jax.checks import is_count, require
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, is_count, require
 from structinit_jax.interop.layouts import (
     FIELDS,
     Leaves,

@@ -18,8 +18,7 @@ from structinit_jax.attention_init import (
 )
 from structinit_jax.attention_init.draws import split_by_stack
 from structinit_jax.attention_init.sites import GRID, AttentionStack, check_shape
-from structinit_jax.checks import check_scheme, require
-from structinit_jax.errors import InputError, prefixed
+from structinit_jax.errors import InputError, check_scheme, prefixed, require
 from structinit_jax.interop.host import ROTARY, Grid, Host, find_hosts, square
 from structinit_jax.interop.layouts import (
     Leaves,

@@ -5,7 +5,7 @@ from typing import Any
 
 from flax import nnx
 
-from structinit_jax import checks
+from structinit_jax import errors
 from structinit_jax.models.convmixer import ConvMixer
 from structinit_jax.models.mixer import MlpMixer
 from structinit_jax.models.model import Model
@@ -32,7 +32,7 @@ def default_config(name: str) -> dict[str, Any]:
     as 'module:Class' (see `model.Model`). Raises `InputError` for other names.
     """
     family, changes = VARIANTS.get(name, (name, {}))
-    model = checks.find(family, FAMILIES | VARIANTS, "name")
+    model = errors.find(family, FAMILIES | VARIANTS, "name")
     return {"name": family} | model.default_config() | changes
 
 
@@ -40,9 +40,9 @@ def check_fields(fields: Mapping[str, Any]) -> None:
     """Raises `InputError` unless these are a name and valid fields of its family."""
     fields = dict(fields)
     name = fields.pop("name")
-    model = checks.find(name, FAMILIES, "name")
+    model = errors.find(name, FAMILIES, "name")
     if name in FAMILIES:  # a class of your own checks its fields itself
-        checks.check_fields(model.__init__, fields)
+        errors.check_fields(model.__init__, fields)
 
 
 def create_model(
@@ -62,7 +62,7 @@ def create_model(
       InputError: The model is unknown, or its sizes do not fit each other.
     """
     options = dict(options)
-    model = checks.find(options.pop("name"), FAMILIES, "name")
+    model = errors.find(options.pop("name"), FAMILIES, "name")
     if image_size is not None:
         options["image_size"] = image_size
     return model(**options, channels=channels, rngs=rngs)

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import AttentionWeights
-from structinit_jax.checks import require
+from structinit_jax.errors import require
 from structinit_jax.models.layers import (
     BASE_INITS,
     RESIDUAL,

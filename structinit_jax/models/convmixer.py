@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import AttentionInit, ConvSite, ConvWeights
-from structinit_jax.checks import Fraction, PositiveInt, checked
+from structinit_jax.errors import Fraction, PositiveInt, checked
 from structinit_jax.models import layers
 from structinit_jax.models.layers import BaseInit, Rng
 from structinit_jax.models.model import (

@@ -18,8 +18,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init.draws import draw_flat, trunc_normal
 from structinit_jax.attention_init.sites import check_shape
-from structinit_jax.checks import require
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, require
 
 Rng = PRNGKeyArray | None
 

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import AttentionInit, TokenMixingSite, TokenMixingWeights
-from structinit_jax.checks import Fraction, PositiveFloat, PositiveInt, checked
+from structinit_jax.errors import Fraction, PositiveFloat, PositiveInt, checked
 from structinit_jax.models import layers
 from structinit_jax.models.layers import BaseInit, Rng
 from structinit_jax.models.model import (

@@ -23,8 +23,7 @@ from structinit_jax.attention_init import (
 )
 from structinit_jax.attention_init.draws import split_by_stack
 from structinit_jax.attention_init.sites import check_shape
-from structinit_jax.checks import PositiveInt, check_scheme, require
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, PositiveInt, check_scheme, require
 from structinit_jax.models.layers import RESIDUAL, Rng, StackedBlock, set_weight
 
 

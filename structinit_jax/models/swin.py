@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import AttentionInit, AttentionWeights, WindowSite
-from structinit_jax.checks import Fraction, PositiveFloat, PositiveInt, checked, require
+from structinit_jax.errors import Fraction, PositiveFloat, PositiveInt, checked, require
 from structinit_jax.models import layers
 from structinit_jax.models.attention import Block
 from structinit_jax.models.layers import BASE_INITS, BaseInit, Rng

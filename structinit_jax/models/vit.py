@@ -18,7 +18,7 @@ from structinit_jax.attention_init import (
     sincos_positions,
 )
 from structinit_jax.attention_init.sites import AttentionStack
-from structinit_jax.checks import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, checked
+from structinit_jax.errors import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, checked
 from structinit_jax.models import layers
 from structinit_jax.models.attention import Block
 from structinit_jax.models.layers import BASE_INITS, BaseInit, Rng

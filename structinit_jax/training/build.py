@@ -19,12 +19,11 @@ from ml_collections import ConfigDict
 from structinit_jax import config as config_lib
 from structinit_jax.attention_init import AttentionInit
 from structinit_jax.augment import Augment, make_augment
-from structinit_jax.checks import find, require
 from structinit_jax.data import datasets
 from structinit_jax.data.images import CenterCrop, RandomCrop
 from structinit_jax.data.loader import Batch, make_loader
 from structinit_jax.data.source import Dataset, ImageSource, check_classes, count_common
-from structinit_jax.errors import InputError, prefixed
+from structinit_jax.errors import InputError, find, prefixed, require
 from structinit_jax.models import create_model
 from structinit_jax.training import optimizer as optimizer_lib
 from structinit_jax.training import sharding

@@ -21,8 +21,7 @@ import numpy as np
 from etils import epath, epy
 from jax.experimental import multihost_utils
 
-from structinit_jax.checks import require
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, require
 from structinit_jax.files import is_url
 from structinit_jax.training import checkpoint_files as files_lib
 from structinit_jax.training import distributed

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from structinit_jax.checks import require
+from structinit_jax.errors import require
 from structinit_jax.models.layers import StackedBlock
 
 FSDP_AXIS = "fsdp"  # axis of the mesh over which weights are sharded

@@ -13,10 +13,10 @@ from jaxtyping import ArrayLike, Int
 from ml_collections import ConfigDict
 
 from structinit_jax.augment import normalize
-from structinit_jax.checks import find
 from structinit_jax.data.images import CenterCrop
 from structinit_jax.data.loader import Batch, make_loader
 from structinit_jax.data.source import ImageSource
+from structinit_jax.errors import find
 from structinit_jax.rngs import step_rngs
 from structinit_jax.training import build, sharding
 from structinit_jax.training.state import AbstractModel, TrainState, split_model
