@@ -272,23 +272,23 @@ def load_config(location: str | Path) -> ConfigDict:
     path = stem + suffix.removesuffix(":")
     if not Path(path).is_file():
         raise InputError(
-            f"--config={path}: there is no such file in {Path.cwd()}: run from the repository, "
+            f"config={path}: there is no such file in {Path.cwd()}: run from the repository, "
             "or pass the whole path"
         )
     get_config = runpy.run_path(path).get("get_config")
     needs = "a function that returns base_config() with changes"
-    require(f"--config={path}: get_config", get_config, needs, callable)
+    require(f"config={path}: get_config", get_config, needs, callable)
     signature = inspect.signature(get_config)
     try:
         words = signature.bind(*row.split(",") if row else ()).arguments
     except TypeError as error:
         columns = ", ".join(signature.parameters)
-        raise InputError(f"--config={location}: {error}: a row is {columns}") from error
+        raise InputError(f"config={location}: {error}: a row is {columns}") from error
     annotated = {name: words[name] for name in words if name in get_config.__annotations__}
-    check_fields(get_config, annotated, f"--config={location}: ")
+    check_fields(get_config, annotated, f"config={location}: ")
     config = get_config(**words)
     needs = "a ConfigDict: base_config() with changes"
-    place = f"--config={path}: the value of get_config()"
+    place = f"config={path}: the value of get_config()"
     require(place, config, needs, lambda value: isinstance(value, ConfigDict))
     return config
 
@@ -322,8 +322,8 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
             config.update_from_flattened_dict({k: v for k, v in values.items() if k in known})
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise InputError(
-            f"--workdir={workdir}: config.json cannot be used ({error}): pass the output directory "
-            "of a run, or --config with its config file"
+            f"workdir={workdir}: config.json cannot be used ({error}): pass the output directory "
+            "of a run"
         ) from error
     if code and not trust:
         names = ", ".join(f"{field}={values[field]!r}" for field in code)

@@ -144,3 +144,8 @@ def test_positions_are_scaled_or_replaced_but_not_both(name, library_promotion):
 def test_options_without_meaning_for_a_site_are_refused(site_type, options):
     with pytest.raises(InputError, match=f"{next(iter(options))}.*{site_type.__name__}"):
         attention_init.impulse(**options)(RNG, SITES[site_type])
+
+
+def test_a_scheme_shows_its_options():
+    scheme = attention_init.impulse(kernel_size=5, dilation=1)
+    assert repr(scheme) == "impulse(kernel_size=5)"

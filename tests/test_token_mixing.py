@@ -53,6 +53,12 @@ def test_the_map_is_the_filter_or_its_closest_map_of_the_possible_rank(hidden):
         assert error < 0.4 * (singular**2).sum()
 
 
+@pytest.mark.parametrize("scheme", [attention_init.impulse(), attention_init.mimetic()])
+def test_an_odd_number_of_hidden_units_is_refused(scheme):
+    with pytest.raises(InputError, match="hidden=33 must be an even number"):
+        scheme(RNG, make_site(33))
+
+
 def test_layers_have_filters_of_their_own():
     maps = np.asarray(spatial_maps(attention_init.impulse()(RNG, make_site())))
     targets = filter_maps(GRID)

@@ -27,6 +27,7 @@ target map H [N, N] of a convolution, attention map M = softmax(σ X Q Kᵀ Xᵀ
 
 from __future__ import annotations  # so that signatures show the names of checked types
 
+import dataclasses
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
@@ -310,27 +311,45 @@ def _by_site(
             f"position_scale={options['position_scale']} is for learned positions that are kept: "
             "leave it out, or set replace_positions=False"
         )
+    bound = {}
+    for site_type, function in functions.items():
+        taken = options.keys() & inspect.signature(function).parameters.keys()
+        bound[site_type] = partial(function, **{name: options[name] for name in taken})
+    return _Scheme(scheme.__name__, changed, bound)
 
-    def init(rng: jax.Array, site: Site) -> Weights:
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class _Scheme:
+    """A scheme with its options: `scheme(rng, site)` returns the weights of a site."""
+
+    name: str
+    changed: Mapping[str, Any]  # the options that do not have their default values
+    functions: Mapping[type, partial[Weights]]  # with the options that each takes, by site
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.changed.items())
+        return f"{self.name}({options})"
+
+    def __call__(self, rng: jax.Array, site: Site) -> Weights:
+        """Returns the weights of a site; warns if its targets are out of reach."""
         kind = type(site)
-        if kind not in functions:
-            known = ", ".join(site_type.__name__ for site_type in functions)
+        if kind not in self.functions:
+            known = ", ".join(site_type.__name__ for site_type in self.functions)
             raise InputError(
-                f"{scheme.__name__} is for {known}, not for a {kind.__name__}: use default()"
+                f"{self.name}(…)(rng, site) is for a {known}, not for a {kind.__name__}: use "
+                "default() for other layers"
             )
-        taken = options.keys() & inspect.signature(functions[kind]).parameters.keys()
-        for name in changed.keys() - taken:
+        function = self.functions[kind]
+        for name in self.changed.keys() - function.keywords.keys():
             raise InputError(
-                f"{name}={changed[name]!r} does not apply to a {kind.__name__}: leave it out"
+                f"{name}={self.changed[name]!r} does not apply to a {kind.__name__}: leave it out"
             )
         # TPUs would multiply in bfloat16: too coarse for a solve, and their compiler crashes on it.
         with jax.default_matmul_precision("highest"):
-            weights = functions[kind](rng, site, **{name: options[name] for name in taken})
+            weights = function(rng, site)
         report = getattr(weights, "report", None)
         if report is not None and is_concrete(report.hit_rate):
             message = reach_warning(report)
             if message:
                 warnings.warn(message, stacklevel=2)
         return weights
-
-    return init

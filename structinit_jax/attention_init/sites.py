@@ -272,6 +272,7 @@ def sincos_positions(
         "and a scheme that keeps them, such as 'default' or mimetic(replace_positions=False)"
     )
     require("width", width, needs, lambda d: d % 4 == 0 and d >= 8)
+    require("grid", grid, *GRID)
     conventions = ("timm", "big_vision")
     require("convention", convention, f"one of {conventions}", conventions.__contains__)
     quarter = width // 4

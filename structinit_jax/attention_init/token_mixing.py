@@ -81,6 +81,7 @@ def output_basis(
     Its columns are the first k = min(N, hidden // 2) principal components of M u over tokens u
     whose correlation is `CORRELATION` to the power of their distance in rows plus in columns.
     """
+    require("TokenMixingSite.hidden", site.hidden, "an even number", lambda n: n % 2 == 0)
     count = min(site.num_tokens, site.hidden // 2)
     if count == site.num_tokens:
         return np.broadcast_to(np.eye(count, dtype=np.float32), (len(maps), count, count))

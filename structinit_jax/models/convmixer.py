@@ -47,8 +47,6 @@ class ConvMixer(Model):
       kernel_size: Kernel size f of the depthwise convolutions. An even one reaches farther down and
         to the right.
       spatial_filters: 'trained', or 'fixed': the filters and their biases are not trained.
-
-    `models.model.Model` describes the other arguments.
     """
 
     # The last three are the 2024 paper's CIFAR-10 models (table 4; also with kernel sizes 3 and 8).

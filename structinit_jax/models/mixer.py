@@ -41,8 +41,6 @@ class MlpMixer(Model):
       depth: Number of blocks L.
       token_mlp_ratio: Hidden width of the token-mixing MLP over D (not over N).
       mlp_ratio: Hidden width of the channel MLP over D.
-
-    `models.model.Model` describes the other arguments.
     """
 
     VARIANTS: ClassVar = {

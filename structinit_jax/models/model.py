@@ -81,10 +81,17 @@ class Model(nnx.Module):
     VARIANTS: ClassVar[Mapping[str, dict[str, Any]]] = {}
 
     def __init_subclass__(cls, **options):
-        """Sets the signature, of which NNX's metaclass shows only (*args, **kwargs)."""
+        """Sets what `help` shows: the signature and, after the family's own, the shared arguments.
+
+        NNX's metaclass would show (*args, **kwargs).
+        """
         super().__init_subclass__(**options)
         _, *parameters = inspect.signature(cls.__init__).parameters.values()
         cls.__signature__ = inspect.Signature(parameters)
+        own = inspect.cleandoc(cls.__doc__ or "")
+        if "\nArgs:\n" in own:
+            shared = inspect.cleandoc(Model.__doc__).partition("\nArgs:\n")[2]
+            cls.__doc__ = f"{own}\n{shared}"
 
     @classmethod
     def default_config(cls) -> dict[str, Any]:

@@ -54,8 +54,6 @@ class SwinTransformer(Model):
       num_heads: Number of heads h of each stage.
       mlp_ratio: Hidden width of the MLP over D.
       window_size: Side of a window in tokens. A smaller grid is one window, unshifted.
-
-    `models.model.Model` describes the other arguments.
     """
 
     VARIANTS: ClassVar = {

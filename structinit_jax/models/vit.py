@@ -74,8 +74,6 @@ class VisionTransformer(Model):
         queries and keys: axial rotary positions of temperature 100 (Heo et al. 2024).
       pool: Pooling of the tokens before the final norm, 'mean' or 'class_token'.
       layer_scale: Initial value of LayerScale (Touvron et al. 2021); 0 omits it.
-
-    `models.model.Model` describes the other arguments.
     """
 
     VARIANTS: ClassVar = _variants()
