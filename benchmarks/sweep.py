@@ -30,9 +30,10 @@ from structinit_jax.data.loader import Loader, make_loader
 from structinit_jax.errors import InputError, find
 from structinit_jax.rngs import split_seed
 from structinit_jax.training import build
+from structinit_jax.training.evaluation import make_eval_step
 from structinit_jax.training.optimizer import Schedule
 from structinit_jax.training.state import AbstractModel, TrainState, split_model
-from structinit_jax.training.step import make_eval_step, make_train_step
+from structinit_jax.training.step import make_train_step
 
 SCHEME = flags.DEFINE_multi_string(
     "scheme", ["default", "mimetic", "impulse"], "NAME or NAME:OPTION=VALUE,OPTION=VALUE; repeated."

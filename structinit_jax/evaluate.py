@@ -21,8 +21,8 @@ from structinit_jax.errors import InputError
 from structinit_jax.files import open_path
 from structinit_jax.training import build, checkpoint, sharding
 from structinit_jax.training import workdir as workdir_lib
+from structinit_jax.training.evaluation import make_evaluator
 from structinit_jax.training.state import AbstractModel, TrainState
-from structinit_jax.training.step import make_evaluator
 
 with epy.lazy_imports():  # imports matplotlib
     from structinit_jax.training import figures

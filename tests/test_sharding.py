@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec
 
 from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
+from structinit_jax.training.evaluation import make_eval_step
 from structinit_jax.training.sharding import MIN_SIZE_TO_SHARD, make_mesh
-from structinit_jax.training.step import make_eval_step
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 

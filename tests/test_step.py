@@ -11,7 +11,8 @@ from scipy.special import log_softmax
 from structinit_jax import augment
 from structinit_jax.models import layers
 from structinit_jax.rngs import split_seed, step_rngs
-from structinit_jax.training.step import _move_average, make_eval_step
+from structinit_jax.training.evaluation import make_eval_step
+from structinit_jax.training.step import _move_average
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 

@@ -228,7 +228,7 @@ def test_a_nonfinite_step_stops_the_run_and_its_trace_is_kept(bad_config, workdi
         train.train(bad_config, workdir, profile_step=3)  # after the resume from step 12
     assert caught.value.exit_code == 2
     assert "structinit_jax.show with --step=15" in str(caught.value)
-    assert f"writing a trace to {workdir / 'profile'}: " in capsys.readouterr().out
+    assert f"wrote a trace from step 15 on to {workdir / 'profile'}: " in capsys.readouterr().out
     (perfetto,) = (workdir / "profile").rglob("perfetto_trace.json.gz")
     assert len(json.loads(gzip.decompress(perfetto.read_bytes()))["traceEvents"]) > 10
 

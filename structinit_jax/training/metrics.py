@@ -171,19 +171,38 @@ def format_duration(seconds: float) -> str:
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
-@contextlib.contextmanager
-def record_trace(workdir: epath.PathLike) -> Iterator[None]:
-    """Records a trace of JAX's profiler within the context, for XProf and Perfetto.
+class StepTrace:
+    """Records a JAX profiler trace of four steps on the first process.
 
-    Its files go to `profile/` in the workdir, or in the working directory if the workdir is in
-    object storage. clu's Profile would import TensorFlow, and writes no Perfetto file.
+    The first of them is `first_step`; None records no trace. Files for XProf and Perfetto go to
+    `profile/` in the workdir, or in the working directory if the workdir is in object storage.
+    clu's Profile would import TensorFlow, and writes no Perfetto file.
     """
-    directory = Path("profile") if is_url(workdir) else Path(workdir) / "profile"
-    print(
-        f"writing a trace to {directory}: open perfetto_trace.json.gz at https://ui.perfetto.dev, "
-        "or the directory with XProf"
-    )
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # tracing Python calls would slow the steps down
-    with jax.profiler.trace(directory, create_perfetto_trace=True, profiler_options=options):
-        yield
+
+    def __init__(self, workdir: epath.PathLike, first_step: int | None):
+        self._directory = Path("profile") if is_url(workdir) else Path(workdir) / "profile"
+        self._first = first_step if jax.process_index() == 0 else None
+        self._running = False
+
+    def after(self, step: int, state: Any) -> None:
+        """Starts the trace after the step before the first one, and stops it after the last."""
+        if step + 1 == self._first:
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # tracing Python calls would slow the steps down
+            jax.profiler.start_trace(
+                self._directory, create_perfetto_trace=True, profiler_options=options
+            )
+            self._running = True
+        elif self._running and step == self._first + 3:
+            jax.block_until_ready(state)
+            self.close()
+
+    def close(self) -> None:
+        """Writes the trace, also of a run that ends before its last step."""
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()
+            print(
+                f"wrote a trace from step {self._first} on to {self._directory}: open "
+                "perfetto_trace.json.gz at https://ui.perfetto.dev, or the directory with XProf"
+            )

@@ -1,7 +1,6 @@
 """The training loop. Read it from top to bottom."""
 
 import contextlib
-import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,17 +9,16 @@ from pathlib import Path
 import jax
 import numpy as np
 from etils import epy
-from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 from structinit_jax import files
-from structinit_jax.data.source import digest
 from structinit_jax.errors import StoppedError
 from structinit_jax.training import build, checkpoint, distributed, sharding
 from structinit_jax.training import state as state_lib
 from structinit_jax.training import workdir as workdir_lib
-from structinit_jax.training.metrics import MetricsLog, Progress, average, record_trace
-from structinit_jax.training.step import MAX_IN_FLIGHT, make_evaluator, make_train_step
+from structinit_jax.training.evaluation import make_evaluator
+from structinit_jax.training.metrics import MetricsLog, Progress, StepTrace, average
+from structinit_jax.training.step import MAX_IN_FLIGHT, make_train_step
 
 with epy.lazy_imports():  # They are first used while the training step compiles.
     from clu import parameter_overview
@@ -76,22 +74,13 @@ def train(
         scheme = build.make_scheme(config, model)
         optimizer = build.make_optimizer(config, schedule.learning_rate, model)
         abstract_state = state_lib.abstract_state(model, optimizer, config.ema_decay > 0)
-        train_step = make_train_step(config, model, optimizer, schedule.learning_rate)
-        train_step = build.jit_step(train_step, mesh, abstract_state)
+        step_function = make_train_step(config, model, optimizer, schedule.learning_rate)
+        train_step = build.jit_step(step_function, mesh, abstract_state)
 
-        # -- Record of the run ---------------------------------------------------------------------
+        # -- Record of the run, which is saved with each checkpoint, and checked on resume ---------
         names = list(dataset.class_names)
-        data = config.data
-        # This is saved with each checkpoint, and checked when the run is resumed from it. The
-        # config is in the form in which JSON returns it, with lists for tuples.
-        record = {
-            "config": json.loads(config.to_json()),
-            "evaluation": f"{data.name} {data.eval_split}, crop_fraction {data.crop_fraction}, "
-            f"digest {digest(eval_source, names)}",
-            "class_names": names,
-            "data_digest": digest(train_source, names),
-        }
-        _check_processes(record, workdir)
+        record = workdir_lib.make_record(config, train_source, eval_source, names)
+        workdir_lib.check_processes(record, workdir)
         print(f"devices: {sharding.describe(mesh)}")
 
         # -- Training step -------------------------------------------------------------------------
@@ -135,17 +124,18 @@ def train(
         print(
             f"training on {len(train_source):,} examples for {schedule.num_steps:,} steps "
             f"({schedule.num_steps / schedule.steps_per_epoch:.1f} epochs), "
-            f"evaluating on {len(eval_source):,} of {dataset.name} {data.eval_split}",
+            f"evaluating on {len(eval_source):,} of {dataset.name} {config.data.eval_split}",
             flush=True,
         )
         # The metrics of steps stay on the devices until they are logged: to wait for those of each
         # step would leave the devices idle until the host has started the next one.
         pending = {}
         progress = Progress(start_step, schedule, config.batch_size)
-        trace = on_exit.enter_context(contextlib.ExitStack())
-        first_traced = start_step + profile_step if profile_step else None
-        if profile_step and first_traced > schedule.num_steps:
+        trace = StepTrace(workdir, profile_step and start_step + profile_step)
+        on_exit.callback(trace.close)
+        if profile_step and start_step + profile_step > schedule.num_steps:
             print(f"note: profile_step={profile_step} is beyond the last step: no step is traced")
+        trace.after(start_step, state)
         # The seed is on the devices, since the loop transfers nothing implicitly.
         seed = jax.device_put(np.uint32(config.seed), sharding.replicated(mesh))
         stop_request = on_exit.enter_context(stop_request or distributed.StopRequest())
@@ -153,17 +143,13 @@ def train(
         # An implicit transfer would wait for the devices in every step, so it is an error.
         on_exit.enter_context(jax.transfer_guard("disallow"))
         for step in range(start_step + 1, schedule.num_steps + 1):
-            if step == first_traced and jax.process_index() == 0:
-                trace.enter_context(record_trace(workdir))
             with progress.wait("data"):
                 batch = next(batches)
             state, metrics = train_step(state, batch, seed)
             pending[step] = metrics
             # The host is at most this many steps ahead, as each holds the memory of a batch.
             jax.block_until_ready(pending.get(step - MAX_IN_FLIGHT))
-            if profile_step and step == first_traced + 3:
-                jax.block_until_ready(state)
-                trace.close()
+            trace.after(step, state)
             if step == start_step + 1:
                 # Waiting for this step alone costs little, and tells how long the start took.
                 jax.block_until_ready(metrics)
@@ -217,13 +203,6 @@ def train(
             f"{time.perf_counter() - began:.0f} s; results in {workdir}"
         )
         return results
-
-
-def _check_processes(record, workdir):
-    """Checks that all processes have the same config, data and workdir."""
-    fields = flatten_dict(record["config"], sep=".")
-    del fields["data.data_dir"]  # Each host may have its own copy of the data.
-    distributed.check_equal(record | {"config": fields, "workdir": workdir_lib.identify(workdir)})
 
 
 def _check_finite(steps, checkpoints):

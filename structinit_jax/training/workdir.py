@@ -20,6 +20,7 @@ from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
+from structinit_jax.data.source import ImageSource, digest
 from structinit_jax.errors import InputError
 from structinit_jax.files import is_url, open_path, read_file
 from structinit_jax.training import distributed
@@ -97,7 +98,31 @@ def identify(workdir: epath.Path) -> str | None:
     return read_file(lock).decode(errors="replace") if lock.exists() else None
 
 
-# -- resuming --------------------------------------------------------------------------------------
+# -- record of a run, and resuming -----------------------------------------------------------------
+
+
+def make_record(
+    config: ConfigDict, train_source: ImageSource, eval_source: ImageSource, names: list[str]
+) -> dict[str, Any]:
+    """Returns what is saved with each checkpoint, see `checkpoint_files.read_run`.
+
+    The config is in the form in which JSON returns it, with lists for tuples.
+    """
+    data = config.data
+    split = f"{data.name} {data.eval_split}, crop_fraction {data.crop_fraction}"
+    return {
+        "config": json.loads(config.to_json()),
+        "evaluation": f"{split}, digest {digest(eval_source, names)}",
+        "class_names": names,
+        "data_digest": digest(train_source, names),
+    }
+
+
+def check_processes(record: Mapping[str, Any], workdir: epath.Path) -> None:
+    """Checks that all processes have the same config, data and workdir."""
+    fields = flatten_dict(record["config"], sep=".")
+    del fields["data.data_dir"]  # Each host may have its own copy of the data.
+    distributed.check_equal(record | {"config": fields, "workdir": identify(workdir)})
 
 
 def decides_weights(field: str) -> bool:
@@ -107,7 +132,8 @@ def decides_weights(field: str) -> bool:
 
 def decides_start(field: str) -> bool:
     """Whether the initial weights depend on a field, or the trained ones need its value."""
-    return decides_weights(field) or field.startswith(("attention_init.", "start_from", "seed"))
+    starts = field in ("start_from", "seed") or field.startswith("attention_init.")
+    return starts or decides_weights(field)
 
 
 def decides_run(field: str) -> bool:

@@ -1,0 +1,89 @@
+"""The evaluation of a state on a split."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Int
+from ml_collections import ConfigDict
+
+from structinit_jax.augment import normalize
+from structinit_jax.data.images import CenterCrop
+from structinit_jax.data.loader import Batch, make_loader
+from structinit_jax.data.source import ImageSource
+from structinit_jax.training import sharding
+from structinit_jax.training.state import AbstractModel, TrainState
+from structinit_jax.training.step import MAX_IN_FLIGHT
+
+
+class Evaluation(NamedTuple):
+    """The results of an evaluation.
+
+    `metrics` has 'eval/loss', the cross-entropy, and 'eval/accuracy'. `labels` and `predicted` are
+    the classes of all examples.
+    """
+
+    metrics: dict[str, float]
+    labels: Int[np.ndarray, " n"]
+    predicted: Int[np.ndarray, " n"]
+
+    def __str__(self) -> str:
+        loss = self.metrics["eval/loss"]
+        return f"eval loss {loss:.4f}  eval accuracy {self.metrics['eval/accuracy']:.4f}"
+
+
+def make_evaluator(
+    config: ConfigDict, model: AbstractModel, source: ImageSource
+) -> Callable[[TrainState], Evaluation]:
+    """Returns a function that evaluates states of a model on all examples of a split.
+
+    The model is on the mesh of the states. Batches have the size of those that training computes at
+    once, rounded up to a multiple of the number of devices: any gives the same results.
+    """
+    data = config.data
+    mesh = model.mesh
+    step = make_eval_step(model, data.mean, data.std)
+    step = jax.jit(step, out_shardings=sharding.replicated(mesh))
+    loader = make_loader(source, mesh, CenterCrop(data.image_size, data.crop_fraction))
+    batch_size = -(-config.batch_size // (config.accumulate_steps * mesh.size)) * mesh.size
+
+    def evaluate(state):
+        parts = []
+        for batch in loader.eval_batches(batch_size=batch_size):
+            parts.append(step(*state.weights, batch))
+            jax.block_until_ready(parts[-MAX_IN_FLIGHT - 1 : -MAX_IN_FLIGHT])
+        every = jax.tree.map(lambda *values: np.concatenate(values), *jax.device_get(parts))
+        every = {name: values[every["mask"] > 0] for name, values in every.items()}
+        metrics = {
+            "eval/loss": float(np.mean(every["loss"], dtype=np.float64)),
+            "eval/accuracy": float(np.mean(every["predicted"] == every["label"])),
+        }
+        return Evaluation(metrics, every["label"], every["predicted"])
+
+    return evaluate
+
+
+def make_eval_step(
+    model: AbstractModel, mean: Sequence[float], std: Sequence[float]
+) -> Callable[[dict, dict, Batch], dict[str, Any]]:
+    """Builds the evaluation step, `(params, model_state, batch) -> results`.
+
+    The results are by example: the 'loss', the 'label' and the 'predicted' class, and the 'mask',
+    which is 0 for padding. `mean` and `std` are per channel, of pixels scaled to [0, 1].
+    """
+
+    def eval_step(params: dict, model_state: dict, batch: Batch) -> dict[str, Any]:
+        images = normalize(batch["image"], tuple(mean), tuple(std))
+        params = sharding.gather_outside_stacks(params, model.mesh, model.stacks)
+        logits, _ = nnx.merge(model.graphdef, params, model_state)(images)
+        return {
+            "loss": optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]),
+            "label": batch["label"],
+            "predicted": logits.argmax(-1),
+            "mask": batch["mask"],
+        }
+
+    return eval_step
