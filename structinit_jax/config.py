@@ -29,6 +29,7 @@ from structinit_jax.errors import (
     PositiveInt,
     check_fields,
     find,
+    is_count,
     is_reference,
     prefixed,
     printable,
@@ -37,6 +38,10 @@ from structinit_jax.errors import (
 )
 from structinit_jax.files import open_path, read_json
 
+# The names of checkpoints have nine digits, which fit int32.
+Steps = Annotated[
+    int, Check("a whole number from 0 to 10**9 - 1", lambda x: 0 <= x < 10**9 and is_count(x, 0))
+]
 Share = Annotated[float, Check("a number from 0.1 to 1", lambda x: 0.1 <= x <= 1)]
 Mean = Annotated[float, Check("in [0, 1] (of pixels divided by 255)", lambda x: 0 <= x <= 1)]
 Deviation = Annotated[
@@ -51,7 +56,7 @@ class RunFields:
     # -- schedule ----------------------------------------------------------------------------------
     seed: NonNegativeInt = 0  # of initial weights, data order, augmentation and all else random
     num_epochs: PositiveFloat = 30.0
-    num_steps: NonNegativeInt = 0  # if positive, overrides num_epochs
+    num_steps: Steps = 0  # if positive, overrides num_epochs
     batch_size: PositiveInt = 128  # global: summed over all devices of all hosts
 
     # -- loss and optimizer ------------------------------------------------------------------------
@@ -180,9 +185,13 @@ def find_scheme(name: str) -> Callable[..., attention_init.AttentionInit]:
     return find(name, attention_init.SCHEMES, "config.attention_init.name")
 
 
-def scheme_options(name: str) -> list[str]:
-    """Returns the options of a scheme, which `config.attention_init` may set."""
-    return list(inspect.signature(find_scheme(name)).parameters)
+def scheme_options(name: str) -> dict[str, Any]:
+    """Returns the options of a scheme, which `config.attention_init` may set, with their defaults.
+
+    An option without a default has `inspect.Parameter.empty`.
+    """
+    parameters = inspect.signature(find_scheme(name)).parameters
+    return {option: parameter.default for option, parameter in parameters.items()}
 
 
 def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:

@@ -93,7 +93,8 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     with build.explain_out_of_memory():
         lowered = build.jit_step(step, mesh, state).lower(state, batch, build.SEED)
         step = lowered.compile()
-    total = build.check_memory(step, memory)
+    data_bytes = build.data_bytes(config, num_examples, num_eval_examples)
+    total = build.check_memory(step, data_bytes, memory)
     needs = step.memory_analysis()
     epochs = schedule.num_steps / schedule.steps_per_epoch
     num_hosts = len({device.process_index for device in mesh.devices.flat})

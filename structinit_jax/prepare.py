@@ -106,6 +106,8 @@ def report(dataset: Dataset, num_checked: int) -> None:
     shown = ", ".join(names[:MAX_SHOWN_CLASSES])
     shown += ", …" if len(names) > MAX_SHOWN_CLASSES else ""
     print(f"{dataset.name}: {len(names)} classes ({shown}), {dataset.info.channels} channels")
+    if left_out := [f"{kind} ({count:,})" for kind, count in dataset.left_out.items() if count]:
+        print(f"  left out: {', '.join(left_out)}")
     bad = 0
     for split, size in dataset.info.num_examples.items():
         if size:

@@ -1,3 +1,4 @@
+import json
 import resource
 
 import numpy as np
@@ -76,3 +77,25 @@ def test_the_digest_covers_the_images(tmp_path):
         return digest(dataset.split("test"), dataset.class_names)
 
     assert of_set("here", 9) == of_set("there", 9) != of_set("changed", 10)
+
+
+@pytest.mark.parametrize("name", ["imagenet_sketch", "not_of_tfds"])
+@pytest.mark.parametrize("key", ["pythonClassName", "python_class_name", "type"])
+def test_classes_that_a_set_names_are_not_imported(tmp_path, monkeypatch, name, key):
+    write_small_set(tmp_path)
+    (tmp_path / "imagenet_sketch").rename(tmp_path / name)
+    folder = tmp_path / name / "1.0.0"
+    info = folder / "dataset_info.json"
+    info.write_text(info.read_text().replace("imagenet_sketch", name))
+    features = folder / "features.json"
+    content = json.loads(features.read_text())
+    if key == "type":
+        content = {"type": "payload.Text", "content": {}}
+    else:
+        del content["featuresDict"]["features"]["file_name"]["pythonClassName"]
+        content["featuresDict"]["features"]["file_name"][key] = "payload.Text"
+    features.write_text(json.dumps(content))
+    (tmp_path / "payload.py").write_text("raise KeyboardInterrupt('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match=r"payload\.Text"):
+        open_dataset(name, tmp_path)

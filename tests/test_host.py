@@ -82,14 +82,16 @@ REFUSED = {  # what the message says, and the parameters
         a__attn__kv=(8, 4), a__attn__sr=(4,)
     ),
     r"params is a Module, .* state_dict\(\)": Module,
-    r"only blocks\.0\.attn": lambda: dict.fromkeys(state_dict("timm"), object()),
+    "is of <class 'object'>": lambda: dict.fromkeys(state_dict("timm"), object()),
     "q_norm.weight may change the attention": lambda: changed(blocks__0__attn__q_norm__weight=ONES),
     "rel_pos.* may change the attention": lambda: changed(rel_pos__mlp__fc1__weight=ONES),
     r"norm1\.weight is not 1": lambda: changed(blocks__1__norm1__weight=2 * ONES),
     "positions: .* width 192: pass": lambda: without("pos_embed"),
     r"\.qkv\.weight .*not supported": lambda: changed(blocks__1__attn__qkv__weight=WIDE),
     r"^grid: .*\(192, 3, 16\)": lambda: patches(16),
+    r"^grid: time_token": lambda: changed(time_token=np.ones((1, 4, WIDTH), np.float32)),
     r"attn\.proj\.bias has dtype int8": lambda: integers("blocks.1.attn.proj.bias"),
+    "pos_embed has dtype int8": lambda: integers("pos_embed"),
     r"hold no attention layers .* blocks\.1\.attn\.proj": lambda: without("blocks.1.attn.qkv"),
     "several stages is not supported": stages,
 }

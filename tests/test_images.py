@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, PngImagePlugin
 from scipy import stats
 from sklearn.datasets import load_sample_image
 
@@ -82,6 +82,20 @@ def test_exif_orientation(photo, image_format):
         image = StoredImage(content, 3, "rotated")
         assert image.size == right.size[::-1]
         assert distance(image.decode(), right) == 0
+
+
+def test_exif_orientation_of_a_png_by_imagemagick(photo):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = b"Exif\0\0" + exif.tobytes().removeprefix(b"Exif\0\0")
+    profile = PngImagePlugin.PngInfo()
+    profile.add_text("Raw profile type exif", f"\nexif\n{len(data):8}\n{data.hex()}\n", zip=True)
+    assert StoredImage(encoded(photo, "PNG", pnginfo=profile), 3, "photo").size == photo.size
+
+
+def test_unknown_formats_are_named_without_an_address():
+    with pytest.raises(BadImageError, match=r"^note: cannot be decoded \(unknown format\)\. "):
+        StoredImage(b"hello", 3, "note").decode()
 
 
 def test_damaged_exif_is_passed_over(photo):

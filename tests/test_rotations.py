@@ -117,7 +117,9 @@ def test_huggingface_dinov3_is_found():
     assert changed == expected | {"embeddings.patch_embeddings.bias"}
 
 
-@pytest.mark.parametrize("rotations", [TABLE[:, :8], (TABLE, TABLE), np.stack([TABLE] * 3)])
+@pytest.mark.parametrize(
+    "rotations", [TABLE[:, :8], (TABLE, TABLE), TABLE[0], np.stack([TABLE] * 3), "rope"]
+)
 def test_tables_that_do_not_fit_are_refused(params, rotations):
     with pytest.raises(InputError, match=r"^rotations"):
         interop.initialize(params, default(), RNG, num_heads=HEADS, rotations=rotations)

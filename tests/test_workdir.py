@@ -41,9 +41,9 @@ def make_config(**fields):
     return config
 
 
-def saved():
+def saved(**fields):
     """The record of a checkpoint."""
-    config = json.loads(make_config().to_json())
+    config = json.loads(make_config(**fields).to_json())
     return {"config": config, "data_digest": "c0ffee", "step": 400}
 
 
@@ -94,6 +94,19 @@ def test_fields_of_another_version_do_not_count(capsys):
     run["config"]["attention_init"]["gone"] = 1
     with pytest.raises(InputError, match=r"attention_init\.gone: 1 -> None"):
         check(run)
+
+
+def my_scheme(kernel_size=3):
+    return lambda rng, site: kernel_size
+
+
+@pytest.mark.parametrize("name", ["impulse", f"{__name__}:my_scheme"])
+def test_an_option_of_the_scheme_that_is_not_set_has_its_default(name, capsys):
+    default = {"attention_init.name": name}
+    given = default | {"attention_init.kernel_size": 3}
+    for old, new in ((default, given), (given, default)):
+        check(saved(**old), **new)
+    assert not capsys.readouterr().out
 
 
 def test_other_data_are_refused():

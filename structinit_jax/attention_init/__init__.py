@@ -336,8 +336,8 @@ class _Scheme:
         if kind not in self.functions:
             known = ", ".join(site_type.__name__ for site_type in self.functions)
             raise InputError(
-                f"{self.name}(…)(rng, site) is for a {known}, not for a {kind.__name__}: use "
-                "default() for other layers"
+                f"{self.name}(…)(rng, site) is for {known}, not for a {kind.__name__}: use "
+                "default()"
             )
         function = self.functions[kind]
         for name in self.changed.keys() - function.keywords.keys():

@@ -110,7 +110,20 @@ def _open_tfds(name, data_dir):
 
 @contextlib.contextmanager
 def _errors_of_tfds(name: str, data_dir: Folder) -> Iterator[None]:
-    """Raises `InputError` for errors of TFDS."""
+    """Raises `InputError` for errors of TFDS, which reads the files of a data set in the context.
+
+    The files may come from somebody else. TFDS imports the modules of the classes that their
+    `features.json` names; in the context it takes only its own, and those that are imported.
+    """
+    connector = tfds.features.FeatureConnector
+    find_class = connector.__dict__["cls_from_name"]
+
+    def find_known_class(cls, class_name):
+        if class_name in cls._registered_features or class_name.startswith("tensorflow_datasets."):
+            return find_class.__func__(cls, class_name)
+        raise ValueError(f"its features.json names {class_name!r}, which is not a class of TFDS")
+
+    connector.cls_from_name = classmethod(find_known_class)
     try:
         yield
     except tfds.core.DatasetNotFoundError as error:
@@ -122,3 +135,5 @@ def _errors_of_tfds(name: str, data_dir: Folder) -> Iterator[None]:
             f"TFDS cannot open data set {name!r} in data_dir={str(data_dir or '')!r}:"
             f" {type(error).__name__}: {error}"
         ) from error
+    finally:
+        connector.cls_from_name = find_class

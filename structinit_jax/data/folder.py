@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections import Counter
 from pathlib import Path
 
 from structinit_jax.data.source import Dataset, DatasetInfo, Folder
@@ -12,7 +13,6 @@ SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".avif"),
     *(".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"),
 )
-HIDDEN = (".", "@")  # beginnings of names such as .ipynb_checkpoints and @eaDir
 LAYOUT = (
     "With data_dir=DIR, expected DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg, or DIR/CLASS/*.jpg,"
     " of which train_split='train[:90%]' and eval_split='train[90%:]' take parts."
@@ -53,7 +53,7 @@ def open_folder(root: Folder) -> Dataset:
     One of the three splits suffices; the first has all classes. They are numbered in the order of
     their sorted names. Without these splits, the images `root/class/*.jpg` are the split `train`.
     Files are ordered by a checksum of their path below the split, so `train[:10%]` holds a mix of
-    classes, the same on every machine. Other files, and hidden ones, are left out.
+    classes, the same on every machine.
 
     Raises:
       InputError: There is no such folder, or no image in it. A split raises it when it is opened: a
@@ -66,10 +66,11 @@ def open_folder(root: Folder) -> Dataset:
     folder = Path(root or "")
     if not root or not folder.is_dir():
         raise problem(f"there is no such folder (from {Path.cwd()})")
+    left_out = Counter()
     folders = {split: folder / split for split in SPLITS if (folder / split).is_dir()}
     deep = bool(folders)
     folders = folders or {"train": folder}
-    found = {split: _find_classes(path, deep) for split, path in folders.items()}
+    found = {split: _find_classes(path, left_out, deep) for split, path in folders.items()}
     first = next(iter(found))
     if not found[first] or not any(any(classes.values()) for classes in found.values()):
         raise problem("it holds no class folder with images")
@@ -88,25 +89,38 @@ def open_folder(root: Folder) -> Dataset:
 
     sizes = {split: sum(map(len, classes.values())) for split, classes in found.items()}
     info = DatasetInfo(len(found[first]), 3, sizes)
-    return Dataset(title("folder", root), info, list(found[first]), open_split)
+    return Dataset(title("folder", root), info, list(found[first]), open_split, left_out)
 
 
-def _find_classes(folder, deep):
+def _find_classes(folder, left_out, deep):
     """Returns the paths of the images of each class; if `deep`, also those in its subfolders."""
-    classes = [entry for entry in _visible(folder) if entry.is_dir()]
-    classes.sort(key=lambda entry: entry.name)
-    return {entry.name: _find_images(entry.path, deep) for entry in classes}
+    entries, images = _list(folder, left_out)
+    left_out["images outside of class folders"] += len(images)
+    return {entry.name: _find_images(entry.path, left_out, deep) for entry in entries}
 
 
-def _find_images(folder, deep):
-    images = []
-    for entry in _visible(folder):
-        if entry.is_dir():
-            images += _find_images(entry.path, deep) if deep else []
-        elif entry.name.lower().endswith(SUFFIXES):
-            images.append(entry.path)
+def _find_images(folder, left_out, deep):
+    entries, images = _list(folder, left_out)
+    if deep:
+        for entry in entries:
+            images += _find_images(entry.path, left_out, deep)
     return images
 
 
-def _visible(folder):
-    return [entry for entry in os.scandir(folder) if not entry.name.startswith(HIDDEN)]
+def _list(folder, left_out):
+    """Returns the subfolders and the images in a folder, in order, and counts other files.
+
+    Hidden entries are left out, such as .ipynb_checkpoints and @eaDir.
+    """
+    folders = []
+    images = []
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.name[0] in ".@":
+            left_out["hidden"] += 1
+        elif entry.is_dir():
+            folders.append(entry)
+        elif entry.name.lower().endswith(SUFFIXES):
+            images.append(entry.path)
+        else:
+            left_out[os.path.splitext(entry.name)[1].lower() or "without a suffix"] += 1
+    return folders, images

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 import simplejpeg
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from structinit_jax import rngs
 from structinit_jax.errors import InputError
@@ -181,7 +181,8 @@ class StoredImage:
             return None
         height = int.from_bytes(data[frame + 5 : frame + 7])
         width = int.from_bytes(data[frame + 7 : frame + 9])
-        return JpegHeader(height, width, JPEG_MODES[channels], _orientation(exif), frame)
+        orientation = _orientation(functools.partial(_read_exif, exif))
+        return JpegHeader(height, width, JPEG_MODES[channels], orientation, frame)
 
     @functools.cached_property
     def _pixels(self) -> np.ndarray:
@@ -190,17 +191,21 @@ class StoredImage:
         try:
             return _decode_with_pillow(data, self._channels)
         except Exception as error:  # each format's decoder has errors of its own
-            raise BadImageError(f"{self.name}: cannot be decoded ({error})") from error
+            # The text of this one contains a memory address.
+            reason = "unknown format" if isinstance(error, UnidentifiedImageError) else error
+            raise BadImageError(f"{self.name}: cannot be decoded ({reason})") from error
 
 
 def _decode_with_pillow(data, channels):
     image = _to_pillow(data) if isinstance(data, np.ndarray) else Image.open(io.BytesIO(data))
     image.load()  # Pillow turns a TIFF here and removes its orientation.
-    orientation = _orientation(image.info.get("exif", b""))
+    orientation = _orientation(image.getexif)
     if image.mode.startswith("I;16"):  # Pillow itself clips at 255
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.mode in ("I", "F"):
         raise ValueError(f"pixels of mode {image.mode} have no known range: convert to 8 bits")
+    if "transparency" in image.info:
+        image = image.convert("RGBA")  # Pillow warns when it drops a palette's
     return _turn(_from_pillow(image, channels), orientation)
 
 
@@ -229,12 +234,16 @@ def _find_frame(jpeg):
     return at, exif
 
 
-def _orientation(exif):
-    """Returns the orientation that Exif data give; 1 is upright."""
+def _read_exif(data):
     tags = Image.Exif()
+    tags.load(data)
+    return tags
+
+
+def _orientation(read_exif):
+    """Returns the orientation that a function that reads Exif data finds; 1 is upright."""
     try:
-        tags.load(exif)
-        return tags.get(ExifTags.Base.Orientation, 1)
+        return read_exif().get(ExifTags.Base.Orientation, 1)
     except Exception:  # damaged tags
         return 1
 

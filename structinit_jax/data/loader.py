@@ -57,6 +57,12 @@ def stream_indices(
     return indices
 
 
+def bytes_on_device(num_examples: int, image_size: int, channels: int) -> int:
+    """Returns the bytes of a split in the memory of every device; 0 if it is too large for it."""
+    size = num_examples * image_size**2 * channels
+    return size if size <= IN_MEMORY_BYTES else 0
+
+
 class Loader:
     """The batches of a split; `len` gives the number of its examples.
 
@@ -117,8 +123,8 @@ def make_loader(
     split over all axes of the mesh.
     """
     loader = HostLoader(source, mesh, crop)
-    size = len(source) * crop.image_size**2 * source.info.channels
-    if not in_memory or isinstance(crop, RandomCrop) or size > IN_MEMORY_BYTES:
+    size = bytes_on_device(len(source), crop.image_size, source.info.channels)
+    if not in_memory or isinstance(crop, RandomCrop) or not size:
         return loader
     print(f"decoding the {len(source):,} images of {source.name}", flush=True)
     (whole,) = loader.read_batches(np.arange, range(1), len(source), 0, process_count=1)

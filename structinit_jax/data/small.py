@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import os
 import urllib.request
+import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -106,7 +107,7 @@ def _parse_idx(compressed, path, sha256):
     """
     try:
         content = gzip.decompress(compressed)
-    except (OSError, EOFError):  # the page of a proxy, or a part of the file
+    except (OSError, EOFError, zlib.error):  # the page of a proxy, or a part of the file
         content = b""
     if hashlib.sha256(content).hexdigest() != sha256:
         raise InputError(f"{path} is not the original file of fashion_mnist")

@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from structinit_jax.data.images import BadImageError, StoredImage
-from structinit_jax.errors import InputError, is_whole, require
+from structinit_jax.errors import InputError, require
 
 Folder = str | os.PathLike | None
 READ_BLOCK = 256  # examples
@@ -134,9 +134,11 @@ class ImageSource:
                 label = record["label"]
                 if isinstance(stored, str | os.PathLike):
                     name += f" ({os.fspath(stored)})"
-                if not is_whole(label):
-                    raise InputError(f"{name}: label {label!r} is not a whole number")
-                yield StoredImage(stored, self.info.channels, name), int(label)
+                try:
+                    label = operator.index(label)
+                except TypeError as error:
+                    raise InputError(f"{name}: label {label!r} is not a whole number") from error
+                yield StoredImage(stored, self.info.channels, name), label
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +149,7 @@ class Dataset:
     info: DatasetInfo
     class_names: Sequence[str]  # by label
     open_split: Callable[[str], Records]  # by the name of the split
+    left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)  # files, by their kind
 
     @classmethod
     def from_records(

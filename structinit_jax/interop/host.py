@@ -1,10 +1,12 @@
-"""Describes a model of another project: its attention layers, sizes, positions and patches."""
+"""Describes a model of another project: its parameters by name, its sizes and its parts."""
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from structinit_jax.attention_init import AttentionWeights
@@ -14,31 +16,32 @@ from structinit_jax.interop.layouts import (
     FIELDS,
     Leaves,
     Stack,
+    check_array,
     find_stack,
     find_stacks,
-    is_float_array,
     replace_rows,
+    shared_parts,
+    unsupported,
 )
 
 Grid = tuple[int, int]
 
-# What the names of parameters show, to be found with `search`.
-POSITIONS = re.compile(r"(^|\.)([^.]*pos[^.]*(\.(embeddings?|weight))?|wpe)$")
-EXTRA_TOKENS = re.compile(  # class and register tokens
-    r"(?i)(^|\.)(cls|class|dist|distillation|reg|registers?|storage)_?"
-    r"(tok|tokens?|emb|embed|embeddings?)?$"
+# Patterns of names, below the stem of the model or, of norms, below the block.
+_POSITIONS = r"(?:.*\.)?(?:[^.]*pos[^.]*(?:\.(?:embeddings?|weight))?|wpe)"
+_EXTRA_TOKENS = (
+    r"(?i:(?:.*\.)?(?:cls|class|dist|distillation|reg|registers?|storage)_?"
+    r"(?:tok|tokens?|emb|embed|embeddings?)?)"
 )
-RELATIVE = re.compile(r"(^|[._])(rel_pos|relative_pos|relative_att|position_bias|attention_bias)")
-ROTARY = re.compile(r"(^|[._])(rope|rotary|freqs)")
-LAYER_SCALE = re.compile(  # of the attention
-    r"(^|\.)((ls_?1|layer_?scale_?1)\.\w+|(gamma|lambda)_?1|scale1)$"
-)
-GRID_ATTENTION = re.compile(r"(^|\.)attn_grid\.")  # of MaxViT
-PATCHES = re.compile(r"(?i)patch|embeds\.proj")
-BIAS_TABLE = "relative_position_bias_table"  # of Swin and BEiT, at the end of a name
-# Names of modules below a block. The last two are vit-pytorch's.
-NORM = re.compile(r"(?i)^([^.]*(norm|ln)[^.]*|0\.norm|1\.net\.0)$")
-NORM_STARTS = {"weight": 1, "scale": 1, "gamma": 1, "bias": 0, "beta": 0}
+_OTHER_TOKENS = r"(?i:(?:.*\.)?(?!mask)[a-z_]+_tok(?:en)?s?)"  # unless they are extra tokens
+_RELATIVE = r"(?:.*[._])?(?:rel_pos|relative_pos|relative_att|position_bias|attention_bias).*"
+_ROTARY = r"(?:.*[._])?(?:rope|rotary|freqs).*"
+_BIAS_TABLE = "relative_position_bias_table"  # of Swin and BEiT
+_REFUSED = {  # by the names of their parameters
+    re.compile(r"(?:.*\.)?att\w*\.(?:.*\.)?logit_scale"): "the cosine attention of SwinV2",
+    re.compile(r"(?:.*\.)?attn_grid\..*"): "the grid attention of MaxViT",
+}
+_LAYER_SCALE = r"(?:.*\.)?((ls_?1|layer_?scale_?1)\.\w+|(gamma|lambda)_?1|scale1)"
+_NORMS = re.compile(r"(?i:[^.]*(?:norm|ln)[^.]*)|0\.norm|1\.net\.0")  # the last two: vit-pytorch
 
 
 class PositionTable(NamedTuple):
@@ -51,33 +54,63 @@ class PositionTable(NamedTuple):
 
 
 class Host:
-    """A stack of attention layers among the parameters of a model, and their sizes.
+    """A model's parameters by name, one of its stacks of attention layers, and their sizes.
 
     `bias_tables` are the names of the layers' relative position biases, if the model has them.
     """
 
     def __init__(
-        self, leaves: Leaves, stack: Stack, num_heads: int | None, bias_tables: Sequence[str] = ()
+        self,
+        leaves: Leaves,
+        stack: Stack,
+        num_heads: int | None,
+        bias_tables: Sequence[str] = (),
     ):
+        self.leaves = leaves
         self.stack = stack
-        self.leaves = {n: leaf for n, leaf in leaves.items() if n.startswith(stack.stem)}
-        self.floats = {n: leaf for n, leaf in self.leaves.items() if is_float_array(leaf)}
         self.bias_tables = bias_tables
-        out = stack.layout.weights(stack.attentions[0])[-1]
-        shape = leaves[out].shape
-        self.num_layers = shape[0] if stack.stacked else len(stack.attentions)
-        if stack.layout.torch:
-            self.width, inner = shape
-            if bias_tables:
-                _check_heads(num_heads, bias_tables[0], leaves[bias_tables[0]].shape[1])
-                num_heads = leaves[bias_tables[0]].shape[1]
+        self._set_sizes(num_heads)
+        for attention in stack.attentions:
+            names = stack.layout.weights(attention)
+            for field, name in zip(FIELDS, names, strict=True):
+                shape = self._kernel_shape(field)
+                if stack.layout.torch and field == "out":
+                    shape = (self.width, self.num_heads * self.head_dim)
+                elif stack.layout.torch:
+                    shape = (names.count(name) * self.num_heads * self.head_dim, self.width)
+                if leaves[name].shape != shape:
+                    why = f"has shape {leaves[name].shape} where equal layers have {shape}"
+                    raise unsupported(name, why)
+
+    def _set_sizes(self, num_heads: int | None) -> None:
+        layout = self.stack.layout
+        attentions = self.stack.attentions
+        query, _, _, out = layout.weights(attentions[0])
+        name = out if layout.torch else query
+        check_array("params", name, self.leaves[name])
+        shape = self.leaves[name].shape
+        self.num_layers = shape[0] if self.stack.stacked else len(attentions)
+        shown = None  # number of heads that the parameters show
+        if not layout.torch:
+            self.width, shown, self.head_dim = shape[-3:]
+        if self.bias_tables:
+            name = self.bias_tables[0]
+            shown = self.leaves[name].shape[1]
+        if shown is not None:
+            needs = f"left out, since {name} shows {shown} heads"
+            require("num_heads", num_heads, needs, lambda number: number in (None, shown))
+        self.num_heads = num_heads if shown is None else shown
+        if layout.torch:
+            self.width, inner = shape[:2]
             needs = f"the number of heads, which share the {inner} channels of {out}"
-            require("num_heads", num_heads, needs, lambda n: is_count(n) and inner % n == 0)
-            self.num_heads = num_heads
-            self.head_dim = inner // num_heads
-        else:
-            self.num_heads, self.head_dim, self.width = shape[-3:]
-            _check_heads(num_heads, out, self.num_heads)
+            require("num_heads", self.num_heads, needs, lambda n: is_count(n) and inner % n == 0)
+            self.head_dim = inner // self.num_heads
+
+    def _kernel_shape(self, field: str) -> tuple[int, ...]:
+        """Returns the shape of one of our kernels, with a layer axis if the model stacks layers."""
+        heads = (self.num_heads, self.head_dim)
+        lead = (self.num_layers,) if self.stack.stacked else ()
+        return (*lead, *heads, self.width) if field == "out" else (*lead, self.width, *heads)
 
     def sizes(self) -> dict[str, Any]:
         """Returns the arguments of an `AttentionSite` besides the grid and the positions."""
@@ -89,10 +122,6 @@ class Host:
             qk_scale=self.head_dim**-0.5,
         )
 
-    def find(self, pattern: re.Pattern[str]) -> Leaves:
-        """Returns the arrays of floats whose name matches a pattern."""
-        return {name: leaf for name, leaf in self.floats.items() if pattern.search(name)}
-
     # -- attention ---------------------------------------------------------------------------------
 
     def write_attention(self, weights: AttentionWeights) -> Leaves:
@@ -101,39 +130,33 @@ class Host:
         Projections that are None keep their values in a leaf that several projections share.
         """
         layout = self.stack.layout
-        heads = (self.num_heads, self.head_dim)
+        lead = () if self.stack.stacked else (self.num_layers,)
         new: Leaves = {}
 
-        def write(name, values, part, count):
-            """Replaces one of `count` equal parts of a leaf; None stands for zeros."""
-            old = new.get(name, self.leaves[name])
-            rows = len(old) // count
-            shape = (rows, *old.shape[1:])
-            values = np.zeros(shape, np.float32) if values is None else values
-            if values.shape != shape:
-                needs = f"has parts of shape {shape} where equal layers have {values.shape}"
-                raise _unsupported(name, needs)
-            new[name] = replace_rows(old, values, part * rows)
+        def write(name, rows, part):
+            new[name] = replace_rows(new.get(name, self.leaves[name]), rows, part * len(rows))
 
         for i, field in enumerate(FIELDS):
             kernels = getattr(weights, field)
             if kernels is None:
                 continue
-            inputs, outputs = (heads, (self.width,)) if field == "out" else ((self.width,), heads)
-            check_shape(field, kernels, (self.num_layers, *inputs, *outputs))
-            part = layout.modules[:i].count(layout.modules[i])  # of a module with several fields
-            count = layout.modules.count(layout.modules[i])
+            check_shape(field, kernels, (*lead, *self._kernel_shape(field)))
+            module = layout.modules[i]
+            part = layout.modules[:i].count(module)  # of a module that holds several fields
             for layer, attention in enumerate(self.stack.attentions):
                 kernel = kernels if self.stack.stacked else kernels[layer]
                 if layout.torch:  # [out, in]
-                    kernel = kernel.reshape(math.prod(inputs), math.prod(outputs)).T
-                write(layout.weights(attention)[i], kernel, part, count)
+                    shape = (-1, self.width) if field == "out" else (self.width, -1)
+                    kernel = kernel.reshape(shape).T
+                write(layout.weights(attention)[i], kernel, part)
                 bias = f"{layout.names(attention)[i]}.bias"
                 if bias in self.leaves:
-                    write(bias, None, part, count)
+                    rows, *rest = self.leaves[bias].shape
+                    rows //= layout.modules.count(module)
+                    write(bias, np.zeros((rows, *rest), np.float32), part)
                 bias = f"{attention}.{field[0]}_bias"
                 if bias in self.leaves:
-                    write(bias, None, 0, 1)
+                    write(bias, np.zeros(self.leaves[bias].shape, np.float32), 0)
         return new
 
     def require_assumptions(self) -> None:
@@ -143,32 +166,39 @@ class Host:
         projections and the bias tables, which schemes set.
         """
         layout = self.stack.layout
-        known = {name for name in self.floats if name.endswith(BIAS_TABLE)}
+        known = set()
         for attention in self.stack.attentions:
             for name in layout.names(attention):
                 known |= {f"{name}.{layout.leaf}", f"{name}.bias"}
             known |= {f"{attention}.{letter}_bias" for letter in "qkv"}
-        inside = self.stack.inside
-        for name, array in self.floats.items():
+        inside = tuple(f"{a}." if a else "" for a in self.stack.attentions)
+        for name, array in self._floats().items():
             module, _, leaf = name.rpartition(".")
             blocks = [block for block in self.stack.blocks if name.startswith(block)]
-            if blocks and NORM.search(module.removeprefix(blocks[0])):
-                start = NORM_STARTS.get(leaf)
+            if blocks and _NORMS.fullmatch(module.removeprefix(blocks[0])):
+                start = {"weight": 1, "scale": 1, "gamma": 1, "bias": 0, "beta": 0}.get(leaf)
                 if start is not None and is_concrete(array) and np.any(np.asarray(array) != start):
                     raise InputError(
                         f"params: {name} is not {start}: schemes need a freshly built model, whose "
                         "norms before attention and MLP start with scale 1 and bias 0"
                     )
-            elif name not in known and (name.startswith(inside) or RELATIVE.search(name)):
-                raise InputError(
-                    f"params: {name} may change the attention maps, which no scheme could then "
-                    "set: build the model without it"
-                )
+            elif name.startswith(inside) or self._matches(_RELATIVE, name):
+                is_table = self.bias_tables and name.endswith(_BIAS_TABLE)
+                if name not in known and not is_table:
+                    raise InputError(
+                        f"params: {name} may change the attention maps, which no scheme could then "
+                        "set: build the model without it"
+                    )
+
+    def rotary_positions(self) -> str | None:
+        """Returns the name of a parameter of rotary positions, or None if no name shows them."""
+        return next((name for name in self._floats() if self._matches(_ROTARY, name)), None)
 
     def layer_scale(self) -> str | None:
         """Returns the name of a LayerScale that makes the attention's output small, or None."""
-        for name, array in self.find(LAYER_SCALE).items():
-            if is_concrete(array) and np.abs(np.asarray(array)).max() < 0.1:
+        for name, array in self._floats().items():
+            is_known = self._matches(_LAYER_SCALE, name) and is_concrete(array)
+            if is_known and np.abs(np.asarray(array)).max() < 0.1:
                 return name
         return None
 
@@ -176,47 +206,48 @@ class Host:
 
     def position_table(self, grid: Grid | None) -> PositionTable | None:
         """Finds the learned position table, or returns None. For `grid` see `initialize`."""
-        tables = {}
-        for name, leaf in self.find(POSITIONS).items():
-            axes = tuple(n for n in leaf.shape[:-1] if n > 1)  # the rows, or those of the grid
-            if leaf.shape[-1:] == (self.width,) and len(axes) in (1, 2):
-                tables[name] = axes
-        if not tables:
+        found = {
+            name: _table_shape(self.leaves[name], self.width) for name in self._names(_POSITIONS)
+        }
+        found = {name: shape for name, shape in found.items() if shape}
+        if not found:
             return None
-        if len(tables) > 1:
+        # The text tower of a CLIP model also has one.
+        shared = {name: shared_parts(name, self.stack.attentions[0]) for name in found}
+        found = {name: found[name] for name in found if shared[name] == max(shared.values())}
+        if len(found) > 1:
             raise InputError(
-                f"params hold several position tables ({', '.join(tables)}): pass the subtree of "
+                f"params hold several position tables ({', '.join(found)}): pass the subtree of "
                 "one, or positions=[N, D]"
             )
-        ((name, axes),) = tables.items()
+        ((name, shape),) = found.items()
+        check_array("params", name, self.leaves[name])
         rows = self.leaves[name].reshape(-1, self.width)
-        if len(axes) == 2 and grid in (None, axes):
-            return PositionTable(name, rows, 0, axes)
-        tokens = [
-            leaf for leaf in self.find(EXTRA_TOKENS).values() if self.width in leaf.shape[-1:]
-        ]
-        extra = sum(leaf.size // self.width for leaf in tokens)
-        # Of the class and register tokens, some may have no row.
-        prefixes = range(extra + 1) if grid else sorted({0, min(1, extra), extra})
-        grids = {prefix: grid or square(len(rows) - prefix) for prefix in prefixes}
-        found = [(n, g) for n, g in grids.items() if g and n + math.prod(g) == len(rows)]
-        if len(found) != 1:
-            raise InputError(
-                f"grid={grid} does not fit the {len(rows)} rows of {name}, at most {extra} of them "
-                "for class and register tokens: pass grid=(rows, cols) of the image tokens, or "
-                "positions"
-            )
-        return PositionTable(name, rows, *found[0])
+        if len(shape) == 2 and grid in (None, shape):
+            return PositionTable(name, rows, 0, shape)
+        shapes = [np.shape(self.leaves[token]) for token in self._names(_EXTRA_TOKENS)]
+        extra = sum(math.prod(s) // self.width for s in shapes if s[-1:] == (self.width,))
+        return PositionTable(name, rows, *_split_rows(name, len(rows), extra, grid))
 
-    def require_image_patches(self) -> None:
-        """Raises `InputError` if the patches are of a sequence or a video: not of a square."""
+    def require_image_tokens(self) -> None:
+        """Raises `InputError` if the parameters show that the tokens need not fill a square.
+
+        These are parameters of sequences, of videos, and of tokens that may have positions.
+        """
         kernels = self._patch_kernels()
-        if kernels and all(kernel.ndim in (3, 5) for kernel in kernels.values()):
+        if kernels and not {2, 4} & set(kernels.values()):
             name = next(iter(kernels))
             raise InputError(
-                f"grid: {name} of shape {kernels[name].shape} embeds patches of a sequence or a "
-                "video: pass grid=(1, N) for N tokens, or grid=(rows, cols) of a single frame"
+                f"grid: {name} of shape {np.shape(self.leaves[name])} embeds patches of a sequence "
+                "or a video: pass grid=(1, N) for N tokens, or grid=(rows, cols) of a single frame"
             )
+        for name in self._names(_OTHER_TOKENS):
+            shape = np.shape(self.leaves[name])
+            if shape[-1:] == (self.width,) and not self._matches(_EXTRA_TOKENS, name):
+                raise InputError(
+                    f"grid: {name} of shape {shape} may be tokens with positions of their own: "
+                    "pass grid=(rows, cols) of the image tokens"
+                )
 
     def patch_bias(self) -> str:
         """Returns the name of the patch embedding's bias."""
@@ -230,38 +261,60 @@ class Host:
             )
         return biases[0]
 
-    def _patch_kernels(self) -> Leaves:
-        """Returns kernels that may be the patch embedding's: convolutions', or linear layers'."""
+    def _patch_kernels(self) -> dict[str, int]:
+        """Returns the ranks of kernels that may be the patch embedding's, by name.
+
+        They are convolutions' with one to three spatial axes, or linear layers'.
+        """
         layout = self.stack.layout
-        output = 0 if layout.torch else -1  # axis
-        found = {}
-        for name, leaf in self.floats.items():
-            is_kernel = name.endswith(f".{layout.leaf}") and 2 <= leaf.ndim <= 5
-            if (
-                is_kernel
-                and leaf.shape[output] == self.width
-                and not name.startswith(self.stack.inside)
-            ):
-                found[name] = leaf
-        named = [name for name in found if PATCHES.search(name)]
-        convolutions = [name for name, leaf in found.items() if leaf.ndim >= 4]
-        return {name: found[name] for name in named or convolutions}
+        inside = tuple(f"{attention}." for attention in self.stack.attentions)
+        ranks = {}
+        for name in self._names(rf".*\.{layout.leaf}"):
+            shape = np.shape(self.leaves[name])
+            ends_here = 2 <= len(shape) <= 5 and shape[0 if layout.torch else -1] == self.width
+            # The backbone of a hybrid model is not its patch embedding.
+            if ends_here and not name.startswith(inside) and "patch_embed.backbone" not in name:
+                ranks[name] = len(shape)
+        named = [name for name in ranks if re.search(r"patch|embeds\.proj", name.lower())]
+        found = named or [name for name, rank in ranks.items() if rank >= 4]
+        return {name: ranks[name] for name in found}
+
+    # -- names -------------------------------------------------------------------------------------
+
+    def _floats(self) -> Leaves:
+        """Returns the floating-point arrays."""
+        return {
+            name: leaf
+            for name, leaf in self.leaves.items()
+            if isinstance(leaf, np.ndarray | jax.Array) and jnp.issubdtype(leaf.dtype, np.floating)
+        }
+
+    def _names(self, pattern: str) -> Iterator[str]:
+        """Yields the names below the model's stem that match a pattern."""
+        return (name for name in self.leaves if self._matches(pattern, name))
+
+    def _matches(self, pattern: str, name: str) -> bool:
+        stem = self.stack.stem
+        return name.startswith(stem) and re.fullmatch(pattern, name[len(stem) :]) is not None
 
 
 def find_hosts(leaves: Leaves, num_heads: int | None) -> list[Host]:
     """Finds the stacks of attention layers: one of a ViT or BEiT, one for each stage of a Swin."""
-    for name in filter(GRID_ATTENTION.search, leaves):
-        raise _unsupported(name, "belongs to the grid attention of MaxViT")
-    tables = [name for name in leaves if name.endswith(BIAS_TABLE)]
+    for pattern, attention in _REFUSED.items():
+        for name in filter(pattern.fullmatch, leaves):
+            raise unsupported(name, f"belongs to {attention}")
+    tables = [name for name in leaves if name.endswith(_BIAS_TABLE)]
     if not tables:
         return [Host(leaves, find_stack(leaves), num_heads)]
+    stacks = find_stacks(leaves)
+    # Those without tables are of a text model.
+    seeing = [stack for stack in stacks if any(name.startswith(stack.blocks) for name in tables)]
     hosts = []
-    for stack in find_stacks(leaves):
+    for stack in seeing or stacks:
         own = [name for block in stack.blocks for name in tables if name.startswith(block)]
-        if own:  # A stack without tables is of a text model.
-            hosts.append(Host(leaves, stack, num_heads, own))
-    if not hosts:
-        raise _unsupported(tables[0], "is not in the block of an attention layer")
+        if len(own) != len(stack.attentions):
+            raise unsupported(stack.attentions[0], f"has no {_BIAS_TABLE}, as other layers have")
+        hosts.append(Host(leaves, stack, num_heads, own))
     return hosts
 
 
@@ -271,15 +324,27 @@ def square(tokens: int) -> Grid | None:
     return (side, side) if side and side * side == tokens else None
 
 
-def _check_heads(num_heads: int | None, name: str, shown: int) -> None:
-    """Checks a number of heads against the one that the parameter `name` shows."""
-    needs = f"left out, since {name} shows {shown} heads"
-    require("num_heads", num_heads, needs, lambda number: number in (None, shown))
+def _table_shape(leaf: Any, width: int) -> tuple[int, ...]:
+    """Returns (rows,) of a position table or (rows, cols) of one with the grid's axes, else ()."""
+    shape = getattr(leaf, "shape", ())
+    shape = (*(n for n in shape[:-1] if n > 1), *shape[-1:])
+    return shape[:-1] if len(shape) in (2, 3) and shape[-1] == width else ()
 
 
-def _unsupported(name: str, why: str) -> InputError:
-    """Returns the error for a model in which no scheme can set the attention maps."""
-    return InputError(
-        f"params: {name} {why}; such models are not supported, only ViTs with one grid of tokens, "
-        "Swin and BEiT"
-    )
+def _split_rows(name, rows, extra, grid):
+    """Returns the number of rows that precede the image tokens, and the grid.
+
+    Of the `extra` class and register tokens, some may have no row.
+    """
+    if grid is not None:
+        found = [(rows - math.prod(grid), grid)]
+        found = found if 0 <= found[0][0] <= extra else []
+    else:
+        squares = {n: square(rows - n) for n in sorted({0, min(1, extra), extra})}
+        found = [(n, side) for n, side in squares.items() if side is not None]
+    if len(found) != 1:
+        raise InputError(
+            f"grid={grid} does not fit the {rows} rows of {name}, at most {extra} of them for "
+            "class and register tokens: pass grid=(rows, cols) of the image tokens, or positions"
+        )
+    return found[0]

@@ -18,8 +18,8 @@ from structinit_jax.attention_init import (
 )
 from structinit_jax.attention_init.draws import split_by_stack
 from structinit_jax.attention_init.sites import GRID, AttentionStack, check_shape
-from structinit_jax.errors import InputError, check_scheme, prefixed, require
-from structinit_jax.interop.host import ROTARY, Grid, Host, find_hosts, square
+from structinit_jax.errors import InputError, check_scheme, require
+from structinit_jax.interop.host import Grid, Host, find_hosts, square
 from structinit_jax.interop.layouts import (
     Leaves,
     as_array,
@@ -83,15 +83,17 @@ def initialize(
         require("grid", grid, *GRID)
     leaves, rebuild = flatten(params)
     hosts = find_hosts(leaves, num_heads)
-    grids = []
-    for host, site_rng in zip(hosts, split_by_stack(rng, len(hosts)), strict=True):
-        site = _find_site(host, grid, as_array(positions), rotations)
-        grids.append(site.grid)
+    sites = []
+    for host in hosts:  # In a comprehension, warnings would not show the caller's line.
+        sites.append(_find_site(host, grid, as_array(positions), rotations))
+    if grid is not None:
+        grids = [site.grid for site in sites]
+        require("grid", grid, f"one of the windows {grids}, or left out", grids.__contains__)
+    rngs = split_by_stack(rng, len(hosts))
+    for host, site, site_rng in zip(hosts, sites, rngs, strict=True):
         for name, new in _write(host, attention_init(site_rng, site), site.grid).items():
             check_array("params", name, leaves[name])
             leaves[name] = like(new, leaves[name])
-    if grid is not None:
-        require("grid", grid, f"one of the windows {grids}, or left out", grids.__contains__)
     return rebuild(leaves)
 
 
@@ -104,17 +106,17 @@ def _find_site(
     """Returns the site of a model's attention layers; for arguments and errors see `initialize`."""
     host.require_assumptions()
     if scale := host.layer_scale():
-        _warn(
-            f"{scale} makes the attention's output so small that the scheme's values and "
+        warnings.warn(
+            f"params: {scale} makes the attention's output so small that the scheme's values and "
             "projections hardly matter: build the model without LayerScale (in timm, "
-            "init_values=None), unless only the maps matter"
+            "init_values=None), unless only the maps matter",
+            stacklevel=3,
         )
     if host.bias_tables:
         return WindowSite(grid=_find_window(host, grid), **host.sizes())
     if grid is None and rotations is None:
-        host.require_image_patches()
+        host.require_image_tokens()
     table = host.position_table(grid) if positions is None else None
-    rotary = next(iter(host.find(ROTARY)), None)
     if rotations is not None:
         if positions is not None or table is not None:
             raise InputError(
@@ -122,14 +124,19 @@ def _find_site(
                 "which schemes then use: leave out rotations, and measure the maps"
             )
         return _rotary_site(host, rotations, grid)
-    if rotary is not None and host.position_table(grid) is None:
-        raise InputError(
-            f"params: {rotary} rotates queries and keys: pass rotations="
-            "model.eval().rope.get_embed(shape=grid) (timm) or "
-            "model.eval().rope_embeddings(pixel_values) (Hugging Face)"
-        )
+    rotary = host.rotary_positions()
     if rotary is not None:
-        _warn(f"{rotary} rotates queries and keys, which moves the scheme's maps: measure them")
+        if host.position_table(grid) is None:
+            raise InputError(
+                f"params: {rotary} rotates queries and keys: pass rotations="
+                "model.eval().rope.get_embed(shape=grid) (timm) or "
+                "model.eval().rope_embeddings(pixel_values) (Hugging Face)"
+            )
+        warnings.warn(
+            f"params: {rotary} rotates queries and keys, which moves the scheme's maps: measure "
+            "them",
+            stacklevel=3,
+        )
     if positions is not None:
         grid = grid or square(len(positions))  # the site refuses None
         return AttentionSite(grid=grid, **host.sizes(), positions=positions)
@@ -148,9 +155,9 @@ def _find_site(
     )
 
 
-def _warn(text: str) -> None:
-    """Warns at the line that called `initialize`."""
-    warnings.warn(f"params: {text}", stacklevel=4)
+def _num_offsets(window: Grid) -> int:
+    """Returns the number of offsets between the tokens of a window."""
+    return (2 * window[0] - 1) * (2 * window[1] - 1)
 
 
 def _find_window(host: Host, grid: Grid | None) -> Grid:
@@ -159,37 +166,48 @@ def _find_window(host: Host, grid: Grid | None) -> Grid:
     rows = len(host.leaves[table])
     side = math.isqrt(rows) // 2 + 1
     for window in (grid, (side, side)):
-        if window and rows - math.prod(2 * n - 1 for n in window) in (0, 3):
+        if window and _num_offsets(window) in (rows, rows - 3):
             return window
+    given = "" if grid is None else f" or one of {grid}"
     raise InputError(
-        f"grid={grid}: the {rows} rows of {table} do not fit the offsets in this or a square "
-        "window: pass grid=(rows, cols) of its window"
+        f"grid: the {rows} rows of {table} do not fit the offsets in a square window{given}: pass "
+        "grid=(rows, cols) of its window"
     )
 
 
 def _rotary_site(host: Host, given: Any, grid: Grid | None) -> RotarySite:
     """Returns the site for the `rotations` of `initialize`, timm's table or Hugging Face's pair."""
-    if isinstance(given, tuple | list):
-        cos, sin = (np.asarray(as_array(part), np.float64) for part in given)
-    else:
-        sin, cos = np.split(np.asarray(as_array(given), np.float64), 2, axis=-1)
+    parts = tuple(map(as_array, given if isinstance(given, tuple | list) else (given,)))
+    d = host.head_dim
+    is_pair = len(parts) == 2
+    shapes = {np.shape(part) for part in parts}
+    shape = np.shape(parts[0])
+    lead = (1,) * (4 - len(shape)) + shape[:-2]
+    heads = (host.num_layers, host.num_heads)
+    fits = len(lead) == 2 and all(n in (1, m) for n, m in zip(lead, heads, strict=True))
+    if not fits or len(shapes) != 1 or shape[-1] != (d if is_pair else 2 * d):
+        raise InputError(
+            f"rotations has shape {' and '.join(map(str, shapes))}, but the model needs timm's "
+            f"model.rope.get_embed(shape=grid) [N, {2 * d}] or Hugging Face's pair "
+            f"model.rope_embeddings(pixel_values) of [N, {d}], with leading axes for "
+            f"{host.num_layers} layers and {host.num_heads} heads if these differ"
+        )
+    parts = [np.asarray(part, np.float64) for part in parts]
+    cos, sin = parts if is_pair else (parts[0][..., d:], parts[0][..., :d])
     # Both channels of a pair have the same sine and cosine, which shows how channels are paired.
     interleaved = all(np.array_equal(part[..., ::2], part[..., 1::2]) for part in (sin, cos))
-    angles = np.arctan2(sin, cos).astype(np.float32)
-    angles = angles[..., ::2] if interleaved else angles[..., : host.head_dim // 2]
-    angles = angles.reshape((1,) * (4 - angles.ndim) + angles.shape)
-    tokens = angles.shape[-2]
-    grid = grid or square(tokens) or (1, tokens)
-    with prefixed("rotations: "):
-        pairs = "interleaved" if interleaved else "halves"
-        site = RotarySite(grid=grid, **host.sizes(), angles=angles, pairs=pairs)
-    if not _is_even(np.exp(1j * angles), grid):
+    pairs, firsts = ("interleaved", slice(0, d, 2)) if interleaved else ("halves", slice(d // 2))
+    angles = np.arctan2(sin[..., firsts], cos[..., firsts])
+    angles = angles.reshape(*lead, *angles.shape[-2:]).astype(np.float32)
+    tokens = angles.shape[2]
+    grid = grid or square(tokens)
+    if grid is None or math.prod(grid) != tokens or not _is_even(np.exp(1j * angles), grid):
         raise InputError(
             f"grid={grid}: the {tokens} rotations do not turn by equal angles along the rows and "
             "columns of this grid: pass the rotations of the image tokens alone, row by row, and "
             "their grid=(rows, cols)"
         )
-    return site
+    return RotarySite(grid=grid, **host.sizes(), angles=angles, pairs=pairs)
 
 
 def _is_even(rotations: Complex[np.ndarray, "L h N p"], grid: Grid) -> bool:
@@ -206,8 +224,8 @@ def _write(host: Host, weights: AttentionWeights, grid: Grid) -> Leaves:
     """Returns new values of the leaves that a scheme's weights change."""
     new = host.write_attention(weights)
     if weights.bias is not None:
-        offsets = math.prod(2 * n - 1 for n in grid)
-        check_shape("bias", weights.bias, (host.num_layers, offsets, host.num_heads))
+        shape = (host.num_layers, _num_offsets(grid), host.num_heads)
+        check_shape("bias", weights.bias, shape)
         for name, biases in zip(host.bias_tables, weights.bias, strict=True):
             new[name] = replace_rows(host.leaves[name], biases, 0)
     if weights.positions is not None or weights.position_scale is not None:

@@ -19,6 +19,7 @@ Leaves = dict[str, Any]
 
 _NUMBER = re.compile(r"(?<!\d)\d+(?=\.|$)")  # at the end of a part of a name
 
+
 # -- arrays: NumPy's, JAX's and torch's ------------------------------------------------------------
 
 
@@ -35,23 +36,14 @@ def as_array(leaf: Any) -> Any:
     return (leaf.float() if leaf.is_floating_point() and leaf.itemsize < 4 else leaf).numpy()
 
 
-def is_float_array(leaf: Any) -> bool:
-    """Whether a leaf is a NumPy or JAX array of floats."""
-    return isinstance(leaf, np.ndarray | jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
 def check_array(argument: str, name: str, leaf: Any) -> None:
     """Raises `InputError` for anything but a NumPy or JAX array of floats."""
-    if not is_float_array(leaf):
+    is_array = isinstance(leaf, np.ndarray | jax.Array)
+    if not is_array or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        kind = f"has dtype {leaf.dtype}" if is_array else f"is of {type(leaf)}"
         raise InputError(
-            f"{argument}: {name} has dtype {getattr(leaf, 'dtype', None)}, but needs to be a NumPy "
-            "or JAX array of floats"
+            f"{argument}: {name} {kind}, but needs to be a NumPy or JAX array of floats"
         )
-
-
-def stays_numpy(new: Any, old: Any) -> bool:
-    """Whether new values of a NumPy array can be one too, which traced values cannot."""
-    return isinstance(old, np.ndarray) and not isinstance(new, jax.core.Tracer)
 
 
 def like(new: Any, old: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
@@ -75,6 +67,11 @@ def replace_rows(
     before = [table[:start]] if start else []
     after = [table[stop:]] if stop < len(table) else []
     return xp.concatenate([*before, xp.asarray(rows).astype(table.dtype), *after])
+
+
+def stays_numpy(new: Any, old: Any) -> bool:
+    """Whether new values of a NumPy array can be one too, which traced values cannot."""
+    return isinstance(old, np.ndarray) and not isinstance(new, jax.core.Tracer)
 
 
 # -- names -----------------------------------------------------------------------------------------
@@ -115,9 +112,24 @@ def refuse_torch_module(argument: str, value: Any) -> None:
 
 def _name(path) -> str:
     # The box around an array (nnx.Variable, nn.Partitioned) adds a last attribute `value`.
-    name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+    if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
+        path = path[:-1]
+    name = jax.tree_util.keystr(path, simple=True, separator=".").replace("/", ".")
     # The fused weight and bias of torch's MultiheadAttention are not in a module.
-    return re.sub(r"in_proj_(weight|bias)$", r"in_proj.\1", name.replace("/", "."))
+    return re.sub(r"in_proj_(weight|bias)$", r"in_proj.\1", unwrapped(name))
+
+
+def unwrapped(name: str) -> str:
+    """Removes the prefixes of torch's DataParallel and `torch.compile` from a parameter name."""
+    return re.sub(r"^(?:(?:module|_orig_mod)\.)+|(?<=\.)_orig_mod\.", "", name)
+
+
+def unsupported(name: str, why: str) -> InputError:
+    """Returns the error for a model in which no scheme can set the attention maps."""
+    return InputError(
+        f"params: {name} {why}; such models are not supported, only ViTs with one grid of tokens, "
+        "Swin and BEiT"
+    )
 
 
 # -- attention layers ------------------------------------------------------------------------------
@@ -189,11 +201,6 @@ class Stack(NamedTuple):
         """Prefixes of the blocks around the attention layers."""
         return tuple(f"{attention.rpartition('.')[0]}." for attention in self.attentions)
 
-    @property
-    def inside(self) -> tuple[str, ...]:
-        """Prefixes of the parameters of the attention layers."""
-        return tuple(f"{attention}." if attention else "" for attention in self.attentions)
-
 
 def find_stack(leaves: Leaves) -> Stack:
     """Finds the attention layers of a model with a single grid of tokens."""
@@ -203,12 +210,12 @@ def find_stack(leaves: Leaves) -> Stack:
     if len(stacks) == 1:
         return stacks[0]
     names = [stack.attentions[0] for stack in stacks]
-    parts = _shared_parts(*names) + 1
+    parts = shared_parts(*names) + 1
     stems = [".".join(name.split(".")[:parts]) + "." for name in names]
     seeing = [
         stack._replace(stem=stem)
         for stack, stem in zip(stacks, stems, strict=True)
-        if any(name.startswith(stem) and np.ndim(leaf) == 4 for name, leaf in leaves.items())
+        if any(name.startswith(stem) and _rank(leaf) == 4 for name, leaf in leaves.items())
     ]
     if len(seeing) == 1:
         return seeing[0]
@@ -234,7 +241,6 @@ def find_stacks(leaves: Leaves) -> list[Stack]:
 
 
 def _stacks(leaves: Leaves, layout: Layout) -> list[Stack]:
-    # All weights are looked for: layers of another kind between them make a group unsupported.
     suffixes = [f".{weight}" for weight in dict.fromkeys(layout.weights(""))]
     names = [f".{name}" for name in leaves]
     found = [n.removesuffix(s)[1:] for s in suffixes for n in names if n.endswith(s)]
@@ -243,10 +249,10 @@ def _stacks(leaves: Leaves, layout: Layout) -> list[Stack]:
         weights = {weight for attention in group for weight in layout.weights(attention)}
         if not weights <= leaves.keys():
             continue
-        rank = np.ndim(leaves[layout.weights(group[0])[0]])
-        if rank == (2 if layout.torch else 3):
+        rank = _rank(leaves[layout.weights(group[0])[0]])
+        if layout.torch or rank == 3:
             stacks.append(Stack(layout, tuple(group)))
-        elif rank == 4 and not layout.torch:
+        elif rank == 4:
             stacks += [Stack(layout, (attention,), stacked=True) for attention in group]
     return stacks
 
@@ -271,7 +277,11 @@ def _numbered(names: Iterable[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _shared_parts(*names: str) -> int:
+def shared_parts(*names: str) -> int:
     """Returns the number of first parts that names have in common."""
     columns = zip(*(name.split(".") for name in names), strict=False)
     return len(list(itertools.takewhile(lambda column: len(set(column)) == 1, columns)))
+
+
+def _rank(leaf: Any) -> int:
+    return len(getattr(leaf, "shape", ()))

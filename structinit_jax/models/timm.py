@@ -19,7 +19,13 @@ from flax import nnx, traverse_util
 
 from structinit_jax.attention_init import sincos_positions
 from structinit_jax.errors import InputError
-from structinit_jax.interop.layouts import as_array, check_array, like, refuse_torch_module
+from structinit_jax.interop.layouts import (
+    as_array,
+    check_array,
+    like,
+    refuse_torch_module,
+    unwrapped,
+)
 from structinit_jax.models.convmixer import ConvMixer
 from structinit_jax.models.mixer import MlpMixer
 from structinit_jax.models.swin import SwinTransformer
@@ -29,8 +35,6 @@ Shape = tuple[int, ...]
 StateDict = Mapping[str, Any]  # The values are NumPy or JAX arrays or torch tensors.
 # Older versions of timm saved these functions of the sizes with the weights of Swin.
 BUFFERS = ("attn.relative_position_index", "attn_mask")
-# Prefixes that torch's DataParallel and `torch.compile` add to names.
-WRAPPERS = re.compile(r"^(?:(?:module|_orig_mod)\.)+|(?<=\.)_orig_mod\.")
 # Teacher and student must have equal sizes along these axes, places in a patch, window or image.
 PLACES = {
     "pos_embed": slice(1, 2),
@@ -96,7 +100,7 @@ def _read_names(state_dict: StateDict) -> dict[str, Any]:
     """Returns the weights by timm's names, without buffers and the prefixes of wrappers."""
     refuse_torch_module("state_dict", state_dict)
     return {
-        WRAPPERS.sub("", name): as_array(leaf)
+        unwrapped(name): as_array(leaf)
         for name, leaf in state_dict.items()
         if not name.endswith(BUFFERS)
     }

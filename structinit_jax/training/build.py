@@ -21,7 +21,7 @@ from structinit_jax.attention_init import AttentionInit
 from structinit_jax.augment import Augment, make_augment
 from structinit_jax.data import datasets
 from structinit_jax.data.images import CenterCrop, RandomCrop
-from structinit_jax.data.loader import Batch, make_loader
+from structinit_jax.data.loader import Batch, bytes_on_device, make_loader
 from structinit_jax.data.source import Dataset, ImageSource, check_classes, count_common
 from structinit_jax.errors import InputError, find, prefixed, require
 from structinit_jax.models import create_model
@@ -98,6 +98,15 @@ def train_batches(
     # than the others: a split on the devices compiles its gather, another starts its threads.
     first = list(itertools.islice(batches, 1))
     return itertools.chain(first, batches)
+
+
+def data_bytes(config: ConfigDict, num_examples: int, num_eval_examples: int) -> int:
+    """Returns the bytes of both splits' images in the memory of every device."""
+    data = config.data
+    size = bytes_on_device(num_eval_examples, data.image_size, data.channels)
+    if config.augment.crop != "resized":  # Images with these crops are decoded for every batch.
+        size += bytes_on_device(num_examples, data.image_size, data.channels)
+    return size
 
 
 # -- mesh, schedule, model and optimizer -----------------------------------------------------------
@@ -261,17 +270,21 @@ def memory_limit() -> int | None:
     return None if None in limits else min(limits)
 
 
-def check_memory(step: jax.stages.Compiled, limit: int | None) -> str:
+def check_memory(step: jax.stages.Compiled, data_bytes: int, limit: int | None) -> str:
     """Returns the memory that a compiled step needs, such as '7,112 MiB of 14,515 MiB'.
 
-    `limit` is the number of bytes of one device that programs can use, None if unknown.
+    `limit` is the number of bytes of one device that programs can use, None if unknown, and
+    `data_bytes` what images take of it.
     """
     needed = bytes_needed(step)
     if limit is None:
         return mib(needed)
-    text = f"{mib(needed)} of {mib(limit)}"
-    if needed > limit:
-        raise InputError(f"the training step needs {text} that each device has. {SAVE_MEMORY}")
+    text = f"{mib(needed)} of {mib(limit - data_bytes)}"
+    if needed > limit - data_bytes:
+        raise InputError(
+            f"the training step needs {text} that each device has besides {mib(data_bytes)} of "
+            f"images. {SAVE_MEMORY}"
+        )
     return text
 
 

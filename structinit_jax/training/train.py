@@ -117,7 +117,8 @@ def train(
         batches = build.train_batches(config, train_source, mesh, start_step, schedule.num_steps)
         evaluate = make_evaluator(config, model, eval_source)
         train_step = compiling.result()
-        memory = build.check_memory(train_step, build.memory_limit())
+        data_bytes = build.data_bytes(config, len(train_source), len(eval_source))
+        memory = build.check_memory(train_step, data_bytes, build.memory_limit())
         print(f"memory per device: {memory}")
 
         # -- Loop ----------------------------------------------------------------------------------

@@ -20,12 +20,14 @@ from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
+from structinit_jax.config import scheme_options
 from structinit_jax.data.source import ImageSource, digest
 from structinit_jax.errors import InputError
 from structinit_jax.files import is_url, open_path, read_file
 from structinit_jax.training import distributed
 
 LOCK = ".lock"
+SCHEME = "attention_init."  # the fields of this section
 # How a model is computed and regularized: its trained weights do not depend on it.
 COMPUTATION = ("model.drop_path", "model.dtype", "model.remat")
 
@@ -132,7 +134,7 @@ def decides_weights(field: str) -> bool:
 
 def decides_start(field: str) -> bool:
     """Whether the initial weights depend on a field, or the trained ones need its value."""
-    starts = field in ("start_from", "seed") or field.startswith("attention_init.")
+    starts = field in ("start_from", "seed") or field.startswith(SCHEME)
     return starts or decides_weights(field)
 
 
@@ -183,15 +185,19 @@ def check_config(
 ) -> str:
     """Lists the fields that differ from an old config, as read from JSON, one a line.
 
-    Fields that only one config has, since another version wrote the other, are left out. Raises
+    Fields that only one config has, since another version wrote the other, are left out. An option
+    of the scheme that is not set has its default. Raises
     `InputError` if the rest include one that `must_stay` as in `place`.
     """
     old = flatten_dict(old, sep=".")
     new = flatten_dict(json.loads(config.to_json()), sep=".")  # with lists for tuples, as in `old`
-    # An option of the scheme that is not set has its default, and is shown as None.
-    options = [field for field in old.keys() | new.keys() if field.startswith("attention_init.")]
-    old = dict.fromkeys(options) | old
-    new = dict.fromkeys(options) | new
+    options = [field for field in old.keys() | new.keys() if field.startswith(SCHEME)]
+    defaults = dict.fromkeys(options)
+    with contextlib.suppress(InputError):  # A scheme of the user's own need not be there.
+        for option, default in scheme_options(new.get(f"{SCHEME}name", "")).items():
+            defaults[SCHEME + option] = list(default) if isinstance(default, tuple) else default
+    old = defaults | old
+    new = defaults | new
     changed = [field for field in sorted(old.keys() & new.keys()) if old[field] != new[field]]
 
     def describe(fields):
