@@ -205,6 +205,15 @@ def test_an_index_names_files_of_the_state_alone(directory, name, capsys):
     assert f"index_0.json names {name!r}" in capsys.readouterr().out
 
 
+def test_a_checkpoint_of_another_version_is_not_damaged(directory):
+    path = directory / "12" / "run.json"
+    files_lib.write_json(epath.Path(path), read_json(path) | {"version": files_lib.VERSION + 1})
+    with pytest.raises(InputError, match="version 3"):
+        checkpoint.find_step(directory)
+    with pytest.raises(InputError, match="version 3"):
+        checkpoint.Checkpoints(directory, keep=2)
+
+
 @pytest.mark.filterwarnings("ignore")  # of the emulators and clients
 @pytest.mark.parametrize("storage", ["tmp_path", "s3", "gs"])
 def test_checkpoints_are_kept_at_odd_paths_and_in_object_storage(request, storage):

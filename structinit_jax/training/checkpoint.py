@@ -93,7 +93,7 @@ class Checkpoints:
         """
         self.wait()
         num_indexes = jax.process_count() if self._staged else 1
-        run = run | {"version": 2, "step": step, "num_indexes": num_indexes}
+        run = run | {"version": files_lib.VERSION, "step": step, "num_indexes": num_indexes}
         folder = self.directory / str(step)
         if not self._staged:
             folder.mkdir(exist_ok=True)

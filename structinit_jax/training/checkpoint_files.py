@@ -27,6 +27,7 @@ from structinit_jax.files import PARTIAL, read_file, write_atomically
 
 STATE = "state"
 RUN = "run.json"
+VERSION = 2
 _PART = re.compile(rf"state(\.orbax-checkpoint-tmp.*)?|index_\d+\.json|run\.json|{PARTIAL}.*")
 _STEP = re.compile(r"[1-9][0-9]{0,8}")  # fits int32
 
@@ -61,23 +62,34 @@ def index_path(folder: epath.Path, process: int) -> epath.Path:
 # -- reading ---------------------------------------------------------------------------------------
 
 
+class OtherVersionError(InputError):
+    """A checkpoint is of another version of this package, which does not make it damaged."""
+
+
 def intact_runs(folders: Iterable[epath.Path]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields step and `run.json` of the intact checkpoints; reports the others."""
     for folder in folders:
         try:
             yield int(folder.name), _read_intact(folder)
+        except OtherVersionError:
+            raise
         except (OSError, InputError) as error:  # of missing files, and of damaged ones
             print(f"note: skipping checkpoint {folder}: {error}")
 
 
 def read_run(folder: epath.Path) -> dict[str, Any]:
-    """Reads `run.json`; `InputError` if it is damaged.
+    """Reads `run.json`; `InputError` if it is damaged, or of another version of this package.
 
     Its fields are 'version', 'step', 'num_indexes', 'config', 'class_names' by label, 'data_digest'
     of the training split, 'accuracy', which is None if the step was not evaluated, and
     'evaluation': what the accuracy was measured on.
     """
     run = _read_json(folder / RUN)
+    if (version := run.get("version", 1)) != VERSION:
+        raise OtherVersionError(
+            f"{folder} has version {version} of the format, but this package reads {VERSION}: use "
+            "the version of the package that wrote it, or another workdir"
+        )
     if str(run["step"]) != folder.name:
         raise InputError(f"{RUN} belongs to step {run['step']}")
     return run
