@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 from structinit_jax import command_line
 from structinit_jax.command_line import FLAGS
 from structinit_jax.data.source import Dataset
+from structinit_jax.errors import printable
 from structinit_jax.rngs import step_rngs
 from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
@@ -62,7 +63,8 @@ def draw(images: np.ndarray, captions: Sequence[str]) -> Figure:
         axis = figure.add_subplot(rows, COLUMNS, place)
         axis.set_axis_off()
         axis.imshow(image, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
-        axis.set_title(caption[:24], fontsize=5, parse_math=False)
+        # The name of a class is that of a folder, which need not be text.
+        axis.set_title(printable(caption)[:24], fontsize=5, parse_math=False)
     return figure
 
 
