@@ -11,6 +11,7 @@ from matplotlib.patches import Rectangle
 
 from structinit_jax.analysis import measures
 from structinit_jax.analysis.collect import Layer, Snapshot
+from structinit_jax.errors import printable
 from structinit_jax.training.figures import png
 
 REACH = 4  # largest offset that is drawn: on a large grid, an impulse would be too small
@@ -40,7 +41,8 @@ def add_legend(figure, axis) -> None:
 
 
 def _save(figure, title, path):
-    figure.suptitle(title, wrap=True)
+    # A title may hold the name of a folder, which need not be text.
+    figure.suptitle(printable(title), wrap=True, parse_math=False)
     Path(path).write_bytes(png(figure))
 
 
