@@ -110,11 +110,12 @@ def export(config: ConfigDict, workdir: str | Path, folder: Path, step: str = "n
     names = class_names(workdir, state)
     card["label_names"] = names
     labels = {name: label for label, name in enumerate(names)}
-    write_atomically(folder / "config.json", json.dumps(card, indent=2) + "\n")
+    text = json.dumps(card, indent=2)
+    write_atomically(folder / "config.json", f"{text}\n")
     write_atomically(folder / CLASS_MAP, pickle.dumps(labels))
     # `save_file` would write a file that only its owner can read. "format" tells readers of
     # safetensors that the layout is PyTorch's.
-    write_atomically(folder / WEIGHTS, save(weights, {"format": "pt"}))
+    write_atomically(folder / WEIGHTS, save(weights, {"format": "pt", "config": text}))
     return int(state.step)
 
 

@@ -226,9 +226,9 @@ def open_clip():
 
 
 def clip_of_timm():
-    """open_clip's model with a vision tower of timm."""
-    text = {name: array for name, array in open_clip().items() if "visual" not in name}
-    return text | {f"visual.trunk.{name}": array for name, array in state_dict("timm").items()}
+    """open_clip's model with a vision tower of timm; the text tower's table is as wide."""
+    vision = {f"visual.trunk.{name}": array for name, array in state_dict("timm").items()}
+    return vision | {"text_model.positional_embedding": np.ones((77, 192), np.float32)}
 
 
 def vision_language():

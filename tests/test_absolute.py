@@ -197,6 +197,7 @@ IMPULSE_AND_BOX = np.stack([np.eye(9)[0].reshape(3, 3), np.ones((3, 3))])
         # Uniform attention pays 9 / 35 to the second filter.
         ("target_mass=0.2", dict(filters=IMPULSE_AND_BOX, target_mass=0.2)),
         ("filters=", dict(filters=1e300 * np.ones((1, 3, 3)))),
+        ("target_mass=0.3.* a larger grid", dict(filters=np.ones((1, 15, 15)))),
     ],
 )
 def test_filters_that_do_not_fit_the_site_are_refused(field, options):

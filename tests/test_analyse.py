@@ -1,4 +1,5 @@
 import json
+import os
 
 import fork_main
 import jax
@@ -6,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from matplotlib.figure import Figure
 from PIL import Image
 
 from structinit_jax import analyse
@@ -135,7 +137,8 @@ def test_maps_their_corners_and_kernels_are_drawn_as_they_are(tmp_path, monkeypa
     save = figures._save
     monkeypatch.setattr(figures, "_save", lambda *args: (drawn.append(args[0]), save(*args)))
     maps = filter_maps((4, 5))[:6].reshape(2, 3, 20, 20)
-    figures.draw_maps({"impulses": maps}, (4, 5), "Title", tmp_path / "maps.png")
+    title = os.fsdecode(b"$x_{$ \xff")  # neither markup nor text
+    figures.draw_maps({"$x_{$": maps}, (4, 5), title, tmp_path / "maps.png")
     drawn = [image.get_array() for image in drawn[0].axes[0].images]
     assert len(drawn) == 3 * 2 + 6
     for head in range(3):
@@ -143,6 +146,11 @@ def test_maps_their_corners_and_kernels_are_drawn_as_they_are(tmp_path, monkeypa
         np.testing.assert_array_equal(drawn[2 * head + 1], maps[0, head, :10, :10])
     for kernel, (dy, dx) in zip(drawn[6:], np.ndindex(3, 3), strict=False):
         assert np.argwhere(kernel == 1).tolist() == [[2 + dy, 3 + dx]]
+    figure = Figure()
+    axis = figure.subplots()
+    axis.plot([1], label="$x_{$")
+    figures.add_legend(figure, axis)
+    figure.savefig(tmp_path / "legend.png")
 
 
 def test_the_command_compares_a_run_with_its_start(finished_run, tmp_path):

@@ -93,7 +93,7 @@ def test_sites_without_an_implementation_are_refused(name, site_type):
     [
         (WindowSite, "grid", (3, 0)),
         (RotarySite, "angles", np.zeros((1, 1, 13, 4), np.float32)),
-        (TokenMixingSite, "hidden", 0),
+        (TokenMixingSite, "hidden", 1),
     ],
 )
 def test_sizes_that_no_layer_has_are_refused(site_type, field, value):

@@ -195,6 +195,13 @@ def test_parts_of_another_run_or_step_are_noticed(directory, tmp_path, capsys):
         assert "index_0.json belongs to another run.json" in capsys.readouterr().out
 
 
+def test_the_state_of_another_step_is_not_restored(directory):
+    shutil.rmtree(directory / "12" / "state")
+    (directory / "8" / "state").rename(directory / "12" / "state")
+    with pytest.raises(InputError, match="12 holds the state of step 8"):
+        checkpoint.restore(directory, 12, ABSTRACT)
+
+
 @pytest.mark.parametrize("name", ["../8/run.json", "/etc/passwd", "state/../run.json", "run.json"])
 def test_an_index_names_files_of_the_state_alone(directory, name, capsys):
     index = directory / "12" / "index_0.json"
@@ -203,6 +210,17 @@ def test_an_index_names_files_of_the_state_alone(directory, name, capsys):
     files_lib.write_json(epath.Path(index), content)
     assert checkpoint.find_step(directory) == 8
     assert f"index_0.json names {name!r}" in capsys.readouterr().out
+
+
+def test_files_of_the_state_that_no_index_names_are_noticed(directory, capsys):
+    (directory / "12" / "state" / ".DS_Store").touch()  # of a file manager
+    assert checkpoint.find_step(directory) == 12
+    index = directory / "12" / "index_0.json"
+    content = read_json(index)
+    del content["files"][ARRAY]
+    files_lib.write_json(epath.Path(index), content)
+    assert checkpoint.find_step(directory) == 8
+    assert f"{ARRAY} is in no index" in capsys.readouterr().out
 
 
 def test_a_checkpoint_of_another_version_is_not_damaged(directory):

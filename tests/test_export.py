@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from structinit_jax import evaluate, export
@@ -44,6 +45,8 @@ def test_a_folder_has_the_card_and_the_class_map_of_timm(
     assert card["label_names"] == names
     assert card["pretrained_cfg"]["input_size"] == [1, 8, 8]
     assert card["pretrained_cfg"]["mean"] == [0.3]
+    with safe_open(tmp_path / "model.safetensors", "numpy") as file:
+        assert json.loads(file.metadata()["config"]) == card
     labels = pickle.loads((tmp_path / "class_map.pkl").read_bytes())
     assert labels == dict(zip(names, range(6), strict=True))
 

@@ -84,6 +84,14 @@ def test_exif_orientation(photo, image_format):
         assert distance(image.decode(), right) == 0
 
 
+def test_exif_of_an_image_that_pillow_finds_too_large(photo, monkeypatch):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    content = encoded(photo, "JPEG", exif=exif)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    assert StoredImage(content, 3, "large").size == photo.size  # width first
+
+
 def test_exif_orientation_of_a_png_by_imagemagick(photo):
     exif = Image.Exif()
     exif[0x0112] = 6

@@ -1,12 +1,13 @@
 import json
 
+import jax.numpy as jnp
 import optax
 import pytest
 from conftest import small_files_only
 from tensorboardX import proto
 
 from structinit_jax.training import metrics as metrics_lib
-from structinit_jax.training.metrics import MetricsLog, Progress, average
+from structinit_jax.training.metrics import MetricsLog, Progress, StepTrace, average
 from structinit_jax.training.optimizer import Schedule
 
 
@@ -124,3 +125,11 @@ def test_speed_and_time_left_are_those_of_training_alone(monkeypatch, capsys):
     )
     now[0] += 1
     assert progress.measure(101)["checkpoint_wait"] == 0.0
+
+
+def test_a_trace_ends_after_four_steps(tmp_path, capsys):
+    trace = StepTrace(tmp_path, first_step=2)
+    for step in range(1, 6):
+        assert not capsys.readouterr().out
+        trace.after(step, jnp.ones(1))
+    assert capsys.readouterr().out.startswith("wrote a trace from step 2 on")

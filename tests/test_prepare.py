@@ -16,12 +16,15 @@ def test_the_report_names_classes_sizes_and_bad_images(tmp_path):
                 image = Image.new("RGB", (20 + number, 10), "red")
                 image.save(tmp_path / split / name / f"{number}.png")
     (tmp_path / "train" / "dog" / "1.png").write_bytes(b"nothing")
+    for name in (".0.png", "0.heic", "1.HEIC"):
+        (tmp_path / "train" / "dog" / name).touch()
     arguments = ("--name=folder", f"--data_dir={tmp_path}", "--check=0")
     result = fork_main.run(*arguments, module=prepare.__name__)
     assert result.returncode == 2
     said = result.stdout
     for line in (
         f"{tmp_path.name}: 2 classes (cat, dog), 3 channels",
+        "left out: hidden (1), .heic (2)",
         "train: 6 examples; checked all",
         "train: 2 of 2 classes in these, 2 to 3 examples of each",
         "val: 10 to 10 pixels high, 20 to 22 wide",

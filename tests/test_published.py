@@ -83,8 +83,9 @@ def test_2024_layers_are_equal_or_fresh_and_take_their_pseudo_inputs(
 ):
     same = attention_init.impulse_2024(max_steps=2)(jax.random.key(0), SITE)
     assert np.array_equal(same.query[0], same.query[2])
-    # Columns of Q are as long as those of a uniform draw up to (h d)^-1/2.
+    # Columns of Q and rows of K are as long as those of a uniform draw up to (h d)^-1/2.
     np.testing.assert_allclose(np.linalg.norm(same.query, axis=1), 3**-0.5, rtol=0.03)
+    np.testing.assert_allclose(np.linalg.norm(same.key, axis=3), 3**-0.5, rtol=0.03)
     fresh = attention_init.impulse_2024(max_steps=2, same_layers=False)(jax.random.key(0), SITE)
     assert not np.array_equal(fresh.query[0], fresh.query[2])
     names = []
@@ -190,7 +191,7 @@ def test_2025_solves_for_the_encoding_that_replaces_learned_positions():
     np.testing.assert_array_equal(weights.query, fixed.query)
 
 
-def test_2025_reports_on_the_maps_of_its_weights():
+def test_2025_weights_are_those_of_its_parts():
     weights = attention_init.impulse_2025()(jax.random.key(0), LEARNED)
     assert (weights.positions, weights.position_scale) == (None, 18)
     assert weights.filter_index.tolist() == [[4, 1, 5, 3]] * 3
@@ -206,7 +207,12 @@ def test_2025_reports_on_the_maps_of_its_weights():
     mass = np.mean(np.sum(maps * targets, axis=(2, 3)) / np.sum(targets, axis=(2, 3)))
     np.testing.assert_allclose(weights.report.target_mass, mass, rtol=1e-3)
     np.testing.assert_allclose(weights.report.loss, np.mean((maps - targets) ** 2), rtol=1e-3)
-    assert not np.array_equal(weights.query[0], weights.query[1])  # each layer has its own noise
+    # The noise is small beside the target logits, and drawn for each layer.
+    for head, target in enumerate(targets[0]):
+        query, key = published.factor_logits(jnp.asarray(x), jnp.asarray(target), 8)
+        product = weights.query[0, :, head] @ weights.key[0, :, head].T / 7**2
+        assert np.linalg.norm(product - query @ key.T) < 0.05 * np.linalg.norm(product)
+    assert not np.array_equal(weights.query[0], weights.query[1])
     assert attention_init.impulse_2025()(jax.random.key(0), SITE).position_scale is None
 
 

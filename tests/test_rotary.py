@@ -54,6 +54,7 @@ def head_maps(weights, site):
         dict(pairs="halves"),
         dict(angles=mixed_angles()),
         dict(angles=mixed_angles(), pairs="halves"),
+        dict(width=WIDTH + 1),
     ],
 )
 def test_every_head_attends_to_its_neighbor_with_the_target_mass(changes):

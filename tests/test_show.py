@@ -1,3 +1,5 @@
+import os
+
 import fork_main
 import numpy as np
 import pytest
@@ -51,6 +53,8 @@ def test_targets_are_described_without_their_smoothing():
     assert show.describe_target(0.9 * np.eye(10)[4] + 0.01, 0.1, names) == "class 4"
 
 
-def test_captions_are_no_markup(tmp_path):
-    figure = show.draw(np.zeros((2, 8, 8, 3), np.uint8), ["$x_{$", "$x$ $"])
+def test_captions_are_no_markup_and_need_not_be_text(tmp_path):
+    captions = ["$x_{$", "$x$ $", os.fsdecode(b"\xff")]
+    figure = show.draw(np.zeros((3, 8, 8, 3), np.uint8), captions)
     figure.savefig(tmp_path / "batch.png")
+    assert [axis.get_title() for axis in figure.axes] == [*captions[:2], r"\udcff"]

@@ -32,7 +32,7 @@ def spatial_maps(weights):
     return jax.vmap(jacobian)(weights.fc1, weights.fc2)
 
 
-@pytest.mark.parametrize("hidden", [48, 8])
+@pytest.mark.parametrize("hidden", [48, 73, 8, 9])
 def test_the_map_is_the_filter_or_its_closest_map_of_the_possible_rank(hidden):
     kernel = np.eye(9)[1].reshape(1, 3, 3)
     weights = attention_init.impulse(filters=kernel)(RNG, make_site(hidden))
@@ -51,12 +51,6 @@ def test_the_map_is_the_filter_or_its_closest_map_of_the_possible_rank(hidden):
         assert np.linalg.matrix_rank(found, tol=1e-4) == pairs
         assert error == pytest.approx((singular[pairs:] ** 2).sum(), rel=1e-3)
         assert error < 0.4 * (singular**2).sum()
-
-
-@pytest.mark.parametrize("scheme", [attention_init.impulse(), attention_init.mimetic()])
-def test_an_odd_number_of_hidden_units_is_refused(scheme):
-    with pytest.raises(InputError, match="hidden=33 must be an even number"):
-        scheme(RNG, make_site(33))
 
 
 def test_layers_have_filters_of_their_own():

@@ -35,6 +35,8 @@ def test_impulse_rows_have_exactly_the_mass_and_others_are_uniform(mass):
     targets = filter_maps(WINDOW)[weights.filter_index]
     has_target = targets.any(-1)
     np.testing.assert_allclose((maps * targets).sum(-1)[has_target], mass, rtol=1e-5)
+    assert weights.report.hit_rate == 1
+    np.testing.assert_allclose(weights.report.target_mass, mass, rtol=1e-5)
     np.testing.assert_allclose(maps[~has_target], 1 / 20, rtol=1e-5)
     assert set(np.unique(weights.filter_index)) == set(range(9))
     np.testing.assert_allclose(weights.bias.max(), np.log(19 * mass / (1 - mass)), rtol=1e-5)

@@ -1,6 +1,7 @@
 """Draws the results of `collect`: attention maps, and measures by layer."""
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from structinit_jax.training.figures import png
 REACH = 4  # largest offset that is drawn: on a large grid, an impulse would be too small
 STEP = 1.06  # from one map to the next, in units of the side of a map
 KERNEL = 0.35  # the same for kernels
-SIDEWAYS = dict(rotation=90, ha="right", va="center")  # text to the left of a tile
+# Text to the left of a tile; names from users may have dollar signs.
+SIDEWAYS = dict(rotation=90, ha="right", va="center", parse_math=False)
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe & Ito
 
 PANELS = {
@@ -37,12 +39,15 @@ def add_legend(figure, axis) -> None:
     handles, labels = axis.get_legend_handles_labels()
     width, height = figure.get_size_inches()
     figure.set_size_inches(width, height + 0.22 * len(labels))
-    figure.legend(handles, labels, loc="outside lower center", frameon=False)
+    legend = figure.legend(handles, labels, loc="outside lower center", frameon=False)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
 
 
 def _save(figure, title, path):
-    # A title may hold the name of a folder, which need not be text.
-    figure.suptitle(printable(title), wrap=True, parse_math=False)
+    # A title may hold the name of a folder, which need not be text; matplotlib wraps it as markup.
+    columns = max(12, int(10 * figure.get_figwidth()))
+    figure.suptitle(textwrap.fill(printable(title), columns), parse_math=False)
     Path(path).write_bytes(png(figure))
 
 

@@ -62,13 +62,13 @@ def impulse(
 ) -> AttentionWeights:
     """Impulse initialization through RoPE: constant queries and keys, rotated by the model.
 
-    The bias of the patch embedding gives all tokens a common vector of as many entries +1 as -1.
-    Query and key map it to the vectors q and k of each head; on all other input they act as the
-    model's `base_init`. The coefficients are solved for: maps that are closest to the targets at
-    the lowest norm are also the least disturbed by content. The phases of k are random and
-    independent for each head. In the first layer, tokens without content have the target mass;
-    content takes some of it. If `half`, heads in the second half of the layers attend to similar
-    tokens.
+    The bias of the patch embedding gives all tokens a common vector of as many entries +1 as -1
+    (and one 0 at an odd width). Query and key map it to the vectors q and k of each head; on all
+    other input they act as the model's `base_init`. The coefficients are solved for: maps that are
+    closest to the targets at the lowest norm are also the least disturbed by content. The phases of
+    k are random and independent for each head. In the first layer, tokens without content have the
+    target mass; content takes some of it. If `half`, heads in the second half of the layers attend
+    to similar tokens.
     """
     targets = filter_maps(site.grid, kernel_size, filters, dilation)
     solve.require_above_uniform(target_mass, targets)
@@ -98,8 +98,10 @@ def _draw_weights(rng, coefficients, *, sizes, pairs):
     size = jnp.sqrt(jnp.linalg.norm(coefficients, axis=2) / sizes.qk_scale)  # |q| and |k| by pair
     phase = 2 * math.pi * jax.random.uniform(phase_rng, size.shape)
     turn = jnp.arctan2(coefficients[:, :, 1], coefficients[:, :, 0])
-    signs = np.repeat(np.float32([-1, 1]), sizes.width // 2)
-    common = jax.random.permutation(sign_rng, signs)  # LayerNorm leaves it as it is.
+    half = sizes.width // 2
+    ones = np.repeat(np.float32([-1, 0, 1]), [half, sizes.width % 2, half])
+    # LayerNorm leaves it as it is: its variance is 1 at odd widths too.
+    common = jax.random.permutation(sign_rng, ones * np.float32(sizes.width / (2 * half)) ** 0.5)
 
     def place(phase, kernel):
         parts = jnp.stack([size * jnp.cos(phase), size * jnp.sin(phase)], axis=-1)

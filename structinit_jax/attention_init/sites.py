@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from structinit_jax.errors import (
+    AtLeastTwo,
     Check,
     InputError,
     PositiveFloat,
@@ -159,7 +160,7 @@ class TokenMixingSite(_Site):
     """Stack of equal token-mixing MLPs with exact GELU, as in MLP-Mixer."""
 
     grid: Grid  # rows and columns of the N tokens, in row-major order
-    hidden: PositiveInt  # hidden units of one MLP; `impulse` and `mimetic` need an even number
+    hidden: AtLeastTwo  # hidden units of one MLP
     num_layers: PositiveInt  # L
 
 

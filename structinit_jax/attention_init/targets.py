@@ -82,13 +82,19 @@ def filter_maps(
     filters: FilterArray | None = None,
     dilation: int = 1,
 ) -> Float[np.ndarray, "F N N"]:
-    """Returns the target map H of each of `filter_kernels`.
+    """Returns the target map H of each of `filter_kernels`, see `kernel_maps`."""
+    return kernel_maps(filter_kernels(grid, kernel_size, filters, dilation), grid)
+
+
+def kernel_maps(
+    kernels: Float[np.ndarray, "F R C"], grid: tuple[int, int]
+) -> Float[np.ndarray, "F N N"]:
+    """Returns the target maps H of kernels on a grid.
 
     H[i, j] is proportional to the kernel's value at the offset from token i to token j, and rows
     sum to 1, like those of a softmax. Neighbors off the grid are dropped (zero padding). The row of
     an impulse whose neighbor is dropped is zero, and the softmax row closest to it is uniform.
     """
-    kernels = filter_kernels(grid, kernel_size, filters, dilation)
     maps = kernels.reshape(len(kernels), -1)[:, relative_index(grid).T]
     total = maps.sum(axis=-1, keepdims=True)
     return (maps / np.where(total > 0, total, 1)).astype(np.float32)

@@ -81,7 +81,6 @@ def output_basis(
     Its columns are the first k = min(N, hidden // 2) principal components of M u over tokens u
     whose correlation is `CORRELATION` to the power of their distance in rows plus in columns.
     """
-    require("TokenMixingSite.hidden", site.hidden, "an even number", lambda n: n % 2 == 0)
     count = min(site.num_tokens, site.hidden // 2)
     if count == site.num_tokens:
         return np.broadcast_to(np.eye(count, dtype=np.float32), (len(maps), count, count))
@@ -100,7 +99,11 @@ def _factor_maps(rng, maps, bases, hidden):
     bases = jnp.broadcast_to(bases, (layers, *bases.shape[1:]))
     second = jnp.einsum("Lmk,Lpk->Lpm", bases, rotations)
     first = jnp.einsum("Lpm,Lmn->Lnp", second, maps)
-    return jnp.concatenate([first, -first], axis=2), jnp.concatenate([second, -second], axis=1)
+    odd = hidden % 2  # an unpaired unit copies the first pair's input weights and outputs nothing
+    return (
+        jnp.concatenate([first, -first, first[:, :, :odd]], axis=2),
+        jnp.concatenate([second, -second, jnp.zeros_like(second[:, :odd])], axis=1),
+    )
 
 
 # -- depthwise convolutions ------------------------------------------------------------------------

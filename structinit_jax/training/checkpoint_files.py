@@ -8,8 +8,8 @@ A checkpoint is a folder `STEP/`, on a disk or in object storage:
 - `run.json`: the config, the data and the accuracy. It is written last.
 
 The JSON files end with their own checksums, and an index holds that of its `run.json`, so that
-files of another run or step are noticed. A checkpoint is intact if all files of its indexes match
-their checksums.
+files of another run or step are noticed. A checkpoint is intact if `state/` has the files of its
+indexes and all of them match their checksums.
 """
 
 import hashlib
@@ -17,13 +17,14 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from etils import epath
 from flax.traverse_util import flatten_dict
 
 from structinit_jax.errors import InputError
-from structinit_jax.files import PARTIAL, read_file, write_atomically
+from structinit_jax.files import PARTIAL, is_url, read_file, write_atomically
 
 STATE = "state"
 RUN = "run.json"
@@ -120,6 +121,13 @@ def _read_intact(folder):
 
     run = read_run(folder)
     files = read_indexes(folder, run)
+    if not is_url(folder):  # from where only the files of the index are copied
+        for path in Path(folder / STATE).rglob("*"):
+            # Zarr has no other hidden files, and file managers leave some where they look.
+            needed = path.name == ".zarray" or not path.name.startswith(".")
+            name = path.relative_to(folder).as_posix()
+            if needed and name not in files and not path.is_dir():
+                raise InputError(f"{name} is in no index")
     in_threads(check, files.keys(), files.values())
     return run
 

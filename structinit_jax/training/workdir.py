@@ -186,8 +186,8 @@ def check_config(
     """Lists the fields that differ from an old config, as read from JSON, one a line.
 
     Fields that only one config has, since another version wrote the other, are left out. An option
-    of the scheme that is not set has its default. Raises
-    `InputError` if the rest include one that `must_stay` as in `place`.
+    of the scheme that is not set has its default. Raises `InputError` if the rest include one that
+    `must_stay` as in `place`.
     """
     old = flatten_dict(old, sep=".")
     new = flatten_dict(json.loads(config.to_json()), sep=".")  # with lists for tuples, as in `old`
