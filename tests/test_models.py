@@ -73,8 +73,6 @@ def test_variants_have_timms_parameter_counts(name):
         ),
         (dict(name="swin", depths=(2,)), r"^num_heads=\[2, 4\] .* depths=\(2,\)"),
         (dict(name="swin", image_size=1, patch_size=2), "^image_size=1 .* patch_size=2"),
-        (dict(name="vit", mlp_ratio=0.01), "^mlp_ratio=0.01"),
-        (dict(token_mlp_ratio=0.01), "^token_mlp_ratio=0.01"),
     ],
 )
 def test_sizes_that_do_not_fit_and_invalid_fields_are_refused(fields, message):

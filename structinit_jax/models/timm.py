@@ -134,7 +134,7 @@ class Entry(NamedTuple):
 
     Attributes:
       name: Its name there, with dots.
-      paths: Paths of our arrays that it holds, with slashes; several are fused along its first axis.
+      paths: Paths of our arrays that it holds, with slashes; several are fused along axis 0.
       view: Returns a view of our array, without its layer axis, that has timm's axes.
       layer: Index on the leading axis of our arrays if they stack all layers, else None.
     """
