@@ -6,6 +6,7 @@ layer axis on each variable.
 """
 
 import inspect
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -215,7 +216,7 @@ def run_stack(
     def step(x, layers):
         outs = []
         for i, static in enumerate(cycle):
-            block, rate, block_rng = jax.tree.map(lambda leaf: leaf[i], layers)  # noqa: B023
+            block, rate, block_rng = jax.tree.map(operator.itemgetter(i), layers)
             if blocks.hook is not None:
                 block = blocks.hook(block)
             x, out = block(x, drop_path_rate=rate, rng=block_rng, **static, **options)
