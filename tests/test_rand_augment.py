@@ -179,7 +179,7 @@ def test_draws_are_distributed_as_in_timm(index):
 
 def test_policy_strings_are_parsed_as_in_timm():
     assert parse("rand-m9-mstd0.5-inc1") == Policy(9.0, 0.5, 2, True)
-    assert parse("rand") == Policy()
+    assert parse("rand") == Policy(10.0, 0.0, 2, False)
     assert parse("rand-n3-m7-mstd100-inc0") == Policy(7.0, 100.0, 3, False)
 
 

@@ -16,8 +16,8 @@ from structinit_jax.attention_init import AttentionWeights
 from structinit_jax.attention_init.sites import AttentionStack
 from structinit_jax.errors import InputError
 from structinit_jax.models.layers import drop_path
-from structinit_jax.models.timm import from_timm, select_weights, to_timm
-from structinit_jax.models.vit import VisionTransformer, resample_positions
+from structinit_jax.models.timm import from_timm, resample_positions, select_weights, to_timm
+from structinit_jax.models.vit import VisionTransformer
 from structinit_jax.training.state import split_model
 
 WITH_GRADIENTS = ("class_token", "layer_scale", "rope_class_token")

@@ -89,18 +89,16 @@ def make_augment(
     """
 
     def change_pixels(rng, index, images):
-        def each(function, stream, *arrays, **arguments):
-            """Maps a function of one random key, or of one key and image, over the batch."""
-            function = jax.vmap(functools.partial(function, **arguments))
-            return function(_image_rngs(rng, stream, index), *arrays)
-
         if config.crop == "pad":
-            images = each(transforms.random_pad_crop, CROP, images, padding=PADDING)
+            crop = functools.partial(transforms.random_pad_crop, padding=PADDING)
+            images = jax.vmap(crop)(_image_rngs(rng, CROP, index), images)
         if config.flip:
-            images = each(transforms.random_flip, FLIP, images, probability=config.flip)
+            flip = functools.partial(transforms.random_flip, probability=config.flip)
+            images = jax.vmap(flip)(_image_rngs(rng, FLIP, index), images)
         if config.rand_augment:
             policy = rand_augment.parse(config.rand_augment)
-            drawn = each(rand_augment.draw_operations, RAND_AUGMENT, policy=policy)
+            draw = functools.partial(rand_augment.draw_operations, policy=policy)
+            drawn = jax.vmap(draw)(_image_rngs(rng, RAND_AUGMENT, index))
             fill = tuple(min(255, round(255 * x)) for x in mean)  # as in timm
             images = rand_augment.apply_operations(images, drawn, fill)
         return images

@@ -44,10 +44,10 @@ NO_OPERATION = len(OPERATIONS)
 class Policy(NamedTuple):
     """A parsed policy string."""
 
-    magnitude: float = 10.0  # 'm', the mean
-    magnitude_std: float = 0.0  # 'mstd'
-    num_operations: int = 2  # 'n', drawn for each image
-    increasing: bool = False  # 'inc', whether a higher magnitude always means a stronger change
+    magnitude: float  # 'm', the mean
+    magnitude_std: float  # 'mstd'
+    num_operations: int  # 'n', drawn for each image
+    increasing: bool  # 'inc', whether a higher magnitude always means a stronger change
 
 
 class DrawnOperations(NamedTuple):
@@ -62,13 +62,7 @@ POLICY = (
     "a RandAugment policy: 'rand' followed by any of -mM, -mstdS (S <= 100), -nN (N >= 1), -inc0 "
     "or -inc1, for example 'rand-m9-mstd0.5-inc1'"
 )
-_FIELDS = {
-    "m": ("magnitude", float),
-    "mstd": ("magnitude_std", float),
-    "n": ("num_operations", int),
-    "inc": ("increasing", lambda text: bool(int(text))),
-}
-_PATTERN = re.compile(r"rand(-(m|mstd)\d+\.?\d*|-(n|inc)\d+)*")
+_PATTERN = re.compile(r"rand(-(m|mstd)\d+\.?\d*|-n\d+|-inc[01])*")
 
 
 def parse(text: str) -> Policy | None:
@@ -79,11 +73,13 @@ def parse(text: str) -> Policy | None:
     """
     if not _PATTERN.fullmatch(text):
         return None
-    fields = {}
-    for prefix, number in re.findall(r"-([a-z]+)(\d+\.?\d*)", text):
-        name, convert = _FIELDS[prefix]
-        fields[name] = convert(number)
-    policy = Policy(**fields)
+    numbers = dict(re.findall(r"-([a-z]+)(\d+\.?\d*)", text))
+    policy = Policy(
+        magnitude=float(numbers.get("m", 10)),
+        magnitude_std=float(numbers.get("mstd", 0)),
+        num_operations=int(numbers.get("n", 2)),
+        increasing=numbers.get("inc") == "1",
+    )
     return policy if policy.num_operations > 0 and policy.magnitude_std <= 100 else None
 
 

@@ -12,18 +12,8 @@ from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import AttentionWeights
 from structinit_jax.errors import require
-from structinit_jax.models.layers import (
-    BASE_INITS,
-    RESIDUAL,
-    BaseInit,
-    LinearInit,
-    Mlp,
-    PreNormBlock,
-    hidden_width,
-    layer_norm,
-    set_weight,
-    truncated_normal,
-)
+from structinit_jax.models import layers
+from structinit_jax.models.layers import BASE_INITS, RESIDUAL, BaseInit, LinearInit, Rng
 
 
 class Attention(nnx.Module):
@@ -228,14 +218,16 @@ def _attend_backward(residuals, gradient):
 _attend_with_xla.defvjp(_attend_forward, _attend_backward)
 
 
-class Block(PreNormBlock):
-    """A pre-norm transformer block.
+class Block(layers.StackedBlock):
+    """A pre-norm transformer block: x + attend(norm1(x)), then x + mlp(norm2(x)).
 
-    `layer_scale` is LayerScale's initial value, and `position_bias_rows` the number of rows of a
-    table `relative_position_bias` [rows, h], which subclasses add to the logits; 0 omits either.
+    `layer_scale` is the initial value of LayerScale (Touvron et al. 2021), trained factors [D] of
+    what both branches add, and `position_bias_rows` the number of rows of a table
+    `relative_position_bias` [rows, h], which subclasses add to the logits; 0 omits either.
     """
 
-    mix_name = "attention"
+    scale1: nnx.Param | None = None
+    scale2: nnx.Param | None = None
 
     def __init__(
         self,
@@ -252,30 +244,58 @@ class Block(PreNormBlock):
     ):
         options = dict(dtype=dtype, rngs=rngs)
         init = BASE_INITS[base_init]
-        self.norm1 = layer_norm(width, epsilon=epsilon, **options)
+        self.norm1 = layers.layer_norm(width, epsilon=epsilon, **options)
         self.attention = Attention(width, num_heads, init=init, **options)
         if position_bias_rows:
-            table = truncated_normal(rngs.params(), (position_bias_rows, num_heads))
+            table = layers.truncated_normal(rngs.params(), (position_bias_rows, num_heads))
             self.relative_position_bias = nnx.Param(table)
-        self.norm2 = layer_norm(width, epsilon=epsilon, **options)
-        self.mlp = Mlp(width, hidden_width("mlp_ratio", mlp_ratio, width), init=init, **options)
+        self.norm2 = layers.layer_norm(width, epsilon=epsilon, **options)
+        self.mlp = layers.Mlp(width, int(mlp_ratio * width), init=init, **options)
         if layer_scale:
             self.scale1 = nnx.Param(jnp.full((width,), layer_scale, jnp.float32))
             self.scale2 = nnx.Param(jnp.full((width,), layer_scale, jnp.float32))
 
-    def mix(self, x, *, with_maps=False, angles=None):
+    def __call__(
+        self,
+        x: Float[Array, "B *grid D"],
+        *,
+        drop_path_rate: Float[Array, ""] | None,
+        rng: Rng = None,
+        **options,
+    ) -> tuple[Float[Array, "B *grid D"], dict[str, Array]]:
+        """Returns the output and the intermediates by name; `options` are those of `attend`."""
+        attention_rng, mlp_rng = (None, None) if rng is None else jax.random.split(rng)
+        attended, maps = self.attend(self.norm1(x), **options)
+        attended = _scale_channels(attended, self.scale1)
+        x = x + layers.drop_path(attended, drop_path_rate, attention_rng)
+        x = checkpoint_name(x, RESIDUAL)
+        hidden = _scale_channels(self.mlp(self.norm2(x)), self.scale2)
+        x = x + layers.drop_path(hidden, drop_path_rate, mlp_rng)
+        return x, dict(attention=attended, mlp=hidden, output=x, **maps)
+
+    def attend(self, x, *, with_maps=False, angles=None):
         """Attends to all tokens [B, N, D], with rotary positions if there are angles [N, d / 2]."""
         return self.attention(x, angles=angles, with_maps=with_maps)
 
     def sizes(self) -> dict[str, Any]:
         """Returns the sizes of a stack of these blocks, named as in `AttentionSite`."""
-        names = ("num_layers", "width", "num_heads", "head_dim")
-        sizes = dict(zip(names, self.attention.query.kernel.shape, strict=True))
-        return sizes | dict(qk_scale=sizes["head_dim"] ** -0.5)
+        num_layers, width, num_heads, head_dim = self.attention.query.kernel.shape
+        return dict(
+            num_layers=num_layers,
+            width=width,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            qk_scale=head_dim**-0.5,
+        )
 
     def set_weights(self, weights: AttentionWeights) -> None:
         """Writes the weights that a scheme returns into a stack of these blocks."""
         for name in ("query", "key", "value", "out"):
-            set_weight(getattr(self.attention, name).kernel, name, getattr(weights, name))
+            kernel = getattr(self.attention, name).kernel
+            layers.set_weight(kernel, name, getattr(weights, name))
         if weights.bias is not None:
-            set_weight(self.relative_position_bias, "bias", weights.bias)
+            layers.set_weight(self.relative_position_bias, "bias", weights.bias)
+
+
+def _scale_channels(x, scale):
+    return x if scale is None else x * scale[...].astype(x.dtype)[None, None]

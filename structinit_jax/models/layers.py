@@ -7,7 +7,7 @@ the computation; parameters are float32 and drawn from the `params` stream of `r
 import functools
 import math
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init.draws import draw_flat, trunc_normal
 from structinit_jax.attention_init.sites import check_shape
-from structinit_jax.errors import InputError, require
+from structinit_jax.errors import InputError
 
 Rng = PRNGKeyArray | None
 
@@ -138,12 +138,6 @@ class PatchEmbedding(nnx.Module):
         return tokens + bias[None, None, None, :]
 
 
-def hidden_width(name: str, ratio: float, width: int) -> int:
-    """Returns the hidden width of an MLP; `InputError` for a ratio, of that name, that gives 0."""
-    require(name, ratio, f"at least 1/{width}, for one hidden unit", lambda x: width * x >= 1)
-    return int(width * ratio)
-
-
 class Mlp(nnx.Module):
     """Two linear layers with a GELU between them."""
 
@@ -166,40 +160,3 @@ class StackedBlock(nnx.Module):
     """
 
     hook: Callable[[nnx.Module], nnx.Module] | None = None
-
-
-class PreNormBlock(StackedBlock):
-    """A residual block: x + mix(norm1(x)), then x + mlp(norm2(x)).
-
-    A subclass creates `norm1`, `norm2` and `mlp`, and defines `mix(x, **mix_options)`, which
-    returns the mixed tokens, the intermediate `mix_name`, and a dict of further ones such as maps.
-    With LayerScale (Touvron et al. 2021), trained factors [D] multiply the outputs of `mix`
-    (`scale1`) and `mlp` (`scale2`).
-    """
-
-    mix_name: ClassVar[str]
-    scale1: nnx.Param | None = None
-    scale2: nnx.Param | None = None
-
-    def __call__(
-        self,
-        x: Float[Array, "B *grid D"],
-        *,
-        drop_path_rate: Float[Array, ""] | None,
-        rng: Rng = None,
-        **mix_options,
-    ) -> tuple[Float[Array, "B *grid D"], dict[str, Array]]:
-        """Returns the block's output and its intermediates by name."""
-        mix_rng, mlp_rng = (None, None) if rng is None else jax.random.split(rng)
-        mixed, maps = self.mix(self.norm1(x), **mix_options)
-        mixed = _scale_channels(mixed, self.scale1)
-        x = checkpoint_name(x + drop_path(mixed, drop_path_rate, mix_rng), RESIDUAL)
-        hidden = _scale_channels(self.mlp(self.norm2(x)), self.scale2)
-        x = x + drop_path(hidden, drop_path_rate, mlp_rng)
-        return x, {self.mix_name: mixed, "mlp": hidden, "output": x} | maps
-
-
-def _scale_channels(x, scale):
-    if scale is None:
-        return x
-    return x * scale[...].astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))

@@ -4,9 +4,11 @@ from __future__ import annotations  # so that signatures show the names of check
 
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -88,8 +90,8 @@ class MlpMixer(Model):
             depth,
             num_tokens=self.grid[0] * self.grid[1],
             width=width,
-            token_hidden=layers.hidden_width("token_mlp_ratio", token_mlp_ratio, width),
-            hidden=layers.hidden_width("mlp_ratio", mlp_ratio, width),
+            token_hidden=int(token_mlp_ratio * width),
+            hidden=int(mlp_ratio * width),
             init=_timm_mlp_init if base_init == "timm" else layers.pytorch_init,
             **options,
         )
@@ -122,10 +124,8 @@ class MlpMixer(Model):
         return self.head(pooled.astype(jnp.float32)), out
 
 
-class MixerBlock(layers.PreNormBlock):
+class MixerBlock(layers.StackedBlock):
     """x + token_mlp(norm1(x)ᵀ)ᵀ, then x + mlp(norm2(x)): mixes tokens, then channels."""
-
-    mix_name = "token_mixing"
 
     def __init__(
         self,
@@ -144,9 +144,21 @@ class MixerBlock(layers.PreNormBlock):
         self.norm2 = layers.layer_norm(width, **options)
         self.mlp = layers.Mlp(width, hidden, init=init, **options)
 
-    def mix(self, x):
-        """Applies the token-mixing MLP to [B, N, D]."""
-        return jnp.swapaxes(self.token_mlp(jnp.swapaxes(x, 1, 2)), 1, 2), {}
+    def __call__(
+        self,
+        x: Float[Array, "B N D"],
+        *,
+        drop_path_rate: Float[Array, ""] | None,
+        rng: Rng = None,
+    ) -> tuple[Float[Array, "B N D"], dict[str, Array]]:
+        """Returns the output and the intermediates by name."""
+        token_rng, mlp_rng = (None, None) if rng is None else jax.random.split(rng)
+        mixed = jnp.swapaxes(self.token_mlp(jnp.swapaxes(self.norm1(x), 1, 2)), 1, 2)
+        x = x + layers.drop_path(mixed, drop_path_rate, token_rng)
+        x = checkpoint_name(x, layers.RESIDUAL)
+        hidden = self.mlp(self.norm2(x))
+        x = x + layers.drop_path(hidden, drop_path_rate, mlp_rng)
+        return x, dict(token_mixing=mixed, mlp=hidden, output=x)
 
     def set_weights(self, weights: TokenMixingWeights) -> None:
         """Writes the weights that a scheme returns into a stack of these blocks."""

@@ -6,6 +6,7 @@ layer axis on each variable.
 """
 
 import inspect
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -26,6 +27,10 @@ from structinit_jax.attention_init.sites import check_shape
 from structinit_jax.errors import InputError, PositiveInt, check_scheme, require
 from structinit_jax.models.layers import RESIDUAL, Rng, StackedBlock, set_weight
 
+_KEEP_LINEAR = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+_KEEP_NAMED = jax.checkpoint_policies.save_only_these_names(RESIDUAL)
+_COSTLY = ("conv_general_dilated", "dot_product_attention_fwd_wrapper")
+
 
 def _keep_costly(primitive, *args, **params):
     """Keeps the arrays that are small or costly to compute; the rest is faster to recompute.
@@ -38,15 +43,11 @@ def _keep_costly(primitive, *args, **params):
     return kept or primitive.name in _COSTLY
 
 
-_COSTLY = ("conv_general_dilated", "dot_product_attention_fwd_wrapper")
-_KEEP_LINEAR = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-_KEEP_NAMED = jax.checkpoint_policies.save_only_these_names(RESIDUAL)
 REMAT_POLICIES = {  # The first is the fastest, the last needs the least memory.
     "none": _keep_costly,
     "dots": _KEEP_LINEAR,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-
 
 ImageSize = PositiveInt | Sequence[PositiveInt]
 Dtype = Literal["float32", "bfloat16"]
@@ -207,42 +208,32 @@ def run_stack(
     input. All give the same gradients up to rounding.
     """
     depth = len(drop_path_rates)
+    if depth % len(cycle):  # The last cycle would be incomplete, so all blocks make up one.
+        cycle = [cycle[i % len(cycle)] for i in range(depth)]
     period = len(cycle)
-    whole = depth - depth % period  # This many blocks are in whole cycles.
-
-    def take(layers, index):
-        return jax.tree.map(lambda leaf: leaf[index], layers)
-
-    def run_block(x, layer, static):
-        block, rate, rng = layer
-        if blocks.hook is not None:
-            block = blocks.hook(block)
-        x, out = block(x, drop_path_rate=rate, rng=rng, **static, **options)
-        # The scan passes a copy of each block, so updated statistics are returned.
-        return x, (out, nnx.state(block, nnx.BatchStat))
+    num_steps = depth // period
 
     def step(x, layers):
         outs = []
         for i, static in enumerate(cycle):
-            x, out = run_block(x, take(layers, i), static)
-            outs.append(out)
+            block, rate, block_rng = jax.tree.map(operator.itemgetter(i), layers)
+            if blocks.hook is not None:
+                block = blocks.hook(block)
+            x, out = block(x, drop_path_rate=rate, rng=block_rng, **static, **options)
+            # The scan passes a copy of each block, so updated statistics are returned.
+            outs.append((out, nnx.state(block, nnx.BatchStat)))
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
 
-    policy = REMAT_POLICIES[remat]
     # Only outside loops can XLA merge what the backward pass recomputes with the forward pass, and
     # it unrolls a scan of one step.
-    step = jax.checkpoint(step, policy=policy, prevent_cse=whole == period)
+    step = jax.checkpoint(step, policy=REMAT_POLICIES[remat], prevent_cse=num_steps == 1)
+    rates = jnp.asarray(drop_path_rates) if drop_path_rates.any() else None
     rngs = None if rng is None else jax.random.split(rng, depth)
-    layers = (blocks, jnp.asarray(drop_path_rates) if drop_path_rates.any() else None, rngs)
-    steps = jax.tree.map(
-        lambda leaf: leaf[:whole].reshape(whole // period, period, *leaf.shape[1:]), layers
+    layers = jax.tree.map(
+        lambda leaf: leaf.reshape(num_steps, period, *leaf.shape[1:]), (blocks, rates, rngs)
     )
-    x, outs = jax.lax.scan(step, x, steps)
-    outs = jax.tree.map(lambda leaf: leaf.reshape(whole, *leaf.shape[2:]), outs)
-    for i in range(whole, depth):  # The last cycle may be incomplete.
-        x, last = run_block(x, take(layers, i), cycle[i - whole])
-        outs = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), outs, last)
-    out, statistics = outs
+    x, outs = jax.lax.scan(step, x, layers)
+    out, statistics = jax.tree.map(lambda leaf: leaf.reshape(depth, *leaf.shape[2:]), outs)
     if rng is not None:
         nnx.update(blocks, statistics)
     return x, out

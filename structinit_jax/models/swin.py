@@ -237,7 +237,7 @@ class SwinBlock(Block):
         super().__init__(position_bias_rows=rows, epsilon=EPSILON, **options)
         self.window = window
 
-    def mix(self, x, *, shift, with_maps=False):
+    def attend(self, x, *, shift, with_maps=False):
         """Attends within the windows of the grid [B, rows, cols, D], cyclically shifted."""
         batch, *grid, _ = x.shape
         x = jnp.roll(x, (-shift[0], -shift[1]), axis=(1, 2))

@@ -1,7 +1,7 @@
 """Converts weights of our models to and from timm, and selects a smaller model's from a larger's.
 
-A converter lists the entries of timm's state dict for a model: timm's name on the left, the path of
-our arrays on the right. Our arrays have a leading axis for the layers that timm numbers.
+Each family lists the entries of timm's state dict: timm's name on the left, the paths of our arrays
+on the right. Our arrays have a leading axis for the layers that timm numbers.
 
 Ours are Flax's: kernels are [in, out] where torch has [out, in], convolutions [rows, cols, in, out]
 where it has [out, in, rows, cols], and attention keeps its heads h and their channels d as separate
@@ -10,12 +10,14 @@ axes: query, key and value [D, h, d], output projection [h, d, D].
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
+from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import sincos_positions
 from structinit_jax.errors import InputError
@@ -28,10 +30,10 @@ from structinit_jax.interop.layouts import (
 )
 from structinit_jax.models.convmixer import ConvMixer
 from structinit_jax.models.mixer import MlpMixer
+from structinit_jax.models.model import Model
 from structinit_jax.models.swin import SwinTransformer
-from structinit_jax.models.vit import VisionTransformer, resample_positions
+from structinit_jax.models.vit import VisionTransformer
 
-Shape = tuple[int, ...]
 StateDict = Mapping[str, Any]  # The values are NumPy or JAX arrays or torch tensors.
 # Older versions of timm saved these functions of the sizes with the weights of Swin.
 BUFFERS = ("attn.relative_position_index", "attn_mask")
@@ -52,10 +54,11 @@ def to_timm(model: nnx.Module) -> dict[str, np.ndarray]:
     Raises `InputError` for a model of your own, which timm does not know.
     """
     ours = {path: np.asarray(array) for path, array in _arrays_by_path(model).items()}
-    return {
-        entry.name: np.asarray(entry.encode(*entry.arrays(ours)), order="C")
-        for entry in _timm_entries(model)
+    trained = {
+        entry.name: np.asarray(np.concatenate(entry.views(ours)), order="C")
+        for entry in _entries(model)
     }
+    return trained | _computed(model)
 
 
 def from_timm(model: nnx.Module, state_dict: StateDict) -> None:
@@ -71,29 +74,35 @@ def from_timm(model: nnx.Module, state_dict: StateDict) -> None:
     >>> si.from_timm(model, si.to_timm(other))  # or the state_dict() of a model of timm
     """
     old = _arrays_by_path(model)
-    ours = {path: np.array(array) for path, array in old.items()}
+    ours = {path: np.array(array, order="C") for path, array in old.items()}
     weights = _read_names(state_dict)
-    entries = list(_timm_entries(model))
-    names = {entry.name for entry in entries}
+    entries = _entries(model)
+    computed = _computed(model)
+    names = {entry.name for entry in entries} | computed.keys()
     _check_names(missing=names - weights.keys(), unexpected=weights.keys() - names)
+    if "pos_embed" in computed:
+        _check_sincos(np.asarray(weights["pos_embed"]), model)
     for entry in entries:
         tensor = np.asarray(weights[entry.name])
-        if entry.paths:
-            check_array("state_dict", entry.name, tensor)
-        targets = entry.arrays(ours)
-        shapes = [target.shape for target in targets]
-        if tensor.shape != entry.shape(shapes):
+        check_array("state_dict", entry.name, tensor)
+        views = entry.views(ours)
+        shape = np.concatenate(views).shape
+        if tensor.shape != shape:
             raise InputError(
                 f"state_dict[{entry.name!r}] has shape {tensor.shape}, but the model needs "
-                f"{entry.shape(shapes)}: create the model for these weights, or use "
-                "select_weights, which keeps the model's head and resamples the positions"
+                f"{shape}: create the model for these weights, or use select_weights, which keeps "
+                "the model's head and resamples the positions"
             )
-        for target, value in zip(targets, entry.decode(tensor, shapes), strict=True):
-            target[...] = value
+        for view, part in zip(views, np.split(tensor, len(views)), strict=True):
+            view[...] = part
     new = {path: like(array, old[path]) for path, array in ours.items()}
     state = nnx.state(model)
     nnx.replace_by_pure_dict(state, traverse_util.unflatten_dict(new, sep="/"))
     nnx.update(model, state)
+
+
+def _arrays_by_path(model: nnx.Module) -> dict[str, Any]:
+    return traverse_util.flatten_dict(nnx.to_pure_dict(nnx.state(model)), sep="/")
 
 
 def _read_names(state_dict: StateDict) -> dict[str, Any]:
@@ -125,219 +134,199 @@ class Entry(NamedTuple):
 
     Attributes:
       name: Its name there, with dots.
-      paths: Paths of our arrays that it holds, with slashes: several if they are fused, none if the
-        tensor is computed rather than trained.
-      encode: Turns our arrays into the tensor.
-      decode: Turns the tensor and the shapes of our arrays into our arrays.
+      paths: Paths of our arrays that it holds, with slashes; several are fused along axis 0.
+      view: Returns a view of our array, without its layer axis, that has timm's axes.
       layer: Index on the leading axis of our arrays if they stack all layers, else None.
     """
 
     name: str
     paths: tuple[str, ...]
-    encode: Callable[..., Any]
-    decode: Callable[[Any, Sequence[Shape]], list[Any]]
+    view: Callable[[np.ndarray], np.ndarray] = np.ndarray.view
     layer: int | None = None
 
-    def arrays(self, ours: Mapping[str, Any]) -> list[Any]:
-        """Returns our arrays of this entry, without the layer axis; NumPy's as views."""
+    def views(self, ours: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """Returns our arrays with timm's axes; what is written to them is written to ours."""
         arrays = [ours[path] for path in self.paths]
-        return arrays if self.layer is None else [array[self.layer, ...] for array in arrays]
-
-    def shape(self, shapes: Sequence[Shape]) -> Shape:
-        """Returns the shape of the tensor, given the shapes of our arrays."""
-        return np.shape(self.encode(*(np.empty(shape, np.int8) for shape in shapes)))
+        if self.layer is not None:
+            arrays = [array[self.layer] for array in arrays]
+        return [self.view(array) for array in arrays]
 
 
-def same(name: str, path: str, layer: int | None = None, *, lead: int = 0) -> Entry:
-    """Maps an array with the same axes, except for `lead` leading axes of length 1 in theirs."""
-
-    def encode(array):
-        return array.reshape((1,) * lead + array.shape)
-
-    return Entry(name, (path,), encode, lambda tensor, shapes: [tensor.reshape(shapes[0])], layer)
+def _dense(kernel):  # [in, *out] -> [out, in]
+    return kernel.reshape(len(kernel), -1).T
 
 
-def norm(name: str, path: str, layer: int | None = None) -> Iterator[Entry]:
-    """Maps the scale and bias of a normalization."""
-    yield same(f"{name}.weight", f"{path}/scale", layer)
-    yield same(f"{name}.bias", f"{path}/bias", layer)
+def _heads_to_width(kernel):  # [h, d, D] -> [D, h d]
+    return kernel.reshape(-1, kernel.shape[-1]).T
 
 
-def linear(
-    name: str, *paths: str, layer: int | None = None, in_axes: int = 1, bias: bool = True
-) -> Iterator[Entry]:
-    """Maps a linear layer that holds one or more of ours, of equal sizes, fused along `out`.
+def _conv(kernel):  # [rows, cols, in, out] -> [out, in, rows, cols]
+    return kernel.transpose(3, 2, 0, 1)
 
-    Our kernels have `in_axes` input axes; the others are output axes.
-    """
 
-    def encode(*kernels):
-        return np.concatenate([k.reshape(math.prod(k.shape[:in_axes]), -1).T for k in kernels])
+def _depthwise(kernel):  # [rows, cols, D] -> [D, 1, rows, cols]
+    return kernel.transpose(2, 0, 1)[:, None]
 
-    def encode_bias(*biases):
-        return np.concatenate([bias.reshape(-1) for bias in biases])
 
-    def decode(tensor, shapes):  # a weight or a bias, which `.T` leaves as it is
-        parts = np.split(tensor, len(shapes))
-        return [part.T.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+def _pointwise(kernel):  # [in, out] -> [out, in, 1, 1]
+    return kernel.T[:, :, None, None]
 
+
+def _layer(name: str, *paths: str, kernel: Callable[[np.ndarray], np.ndarray]) -> list[Entry]:
+    """Returns the entries of a linear layer or convolution, whose view of our kernel is given."""
     kernels = tuple(f"{path}/kernel" for path in paths)
-    yield Entry(f"{name}.weight", kernels, encode, decode, layer)
-    if bias:
-        biases = tuple(f"{path}/bias" for path in paths)
-        yield Entry(f"{name}.bias", biases, encode_bias, decode, layer)
+    biases = tuple(f"{path}/bias" for path in paths)
+    return [Entry(f"{name}.weight", kernels, kernel), Entry(f"{name}.bias", biases, np.ravel)]
 
 
-def conv(name: str, path: str, layer: int | None = None) -> Iterator[Entry]:
-    """Maps a convolution. Ours may be [rows, cols, out] if depthwise, [in, out] if pointwise."""
+def _norm(name: str, path: str) -> list[Entry]:
+    return [Entry(f"{name}.weight", (f"{path}/scale",)), Entry(f"{name}.bias", (f"{path}/bias",))]
 
-    def encode(kernel):
-        if kernel.ndim == 3:
-            kernel = kernel[:, :, None]
-        elif kernel.ndim == 2:
-            kernel = kernel[None, None]
-        return kernel.transpose(3, 2, 0, 1)
 
-    def decode(weight, shapes):
-        return [weight.transpose(2, 3, 1, 0).reshape(shapes[0])]
+def _batch_norm(name: str, path: str) -> list[Entry]:
+    return [
+        *_norm(name, path),
+        Entry(f"{name}.running_mean", (f"{path}/mean",)),
+        Entry(f"{name}.running_var", (f"{path}/variance",)),
+    ]
 
-    yield Entry(f"{name}.weight", (f"{path}/kernel",), encode, decode, layer)
-    yield same(f"{name}.bias", f"{path}/bias", layer)
+
+def _stack(name: str, path: str, depth: int, block: Collection[Entry]) -> Iterator[Entry]:
+    """Repeats the entries of a block for every layer of a stack of ours."""
+    for layer in range(depth):
+        for entry in block:
+            paths = tuple(f"{path}/{end}" for end in entry.paths)
+            yield Entry(f"{name}.{layer}.{entry.name}", paths, entry.view, layer)
 
 
 # -- the entries of every family -------------------------------------------------------------------
 
+TRANSFORMER_BLOCK = (
+    *_norm("norm1", "norm1"),
+    *_layer("attn.qkv", "attention/query", "attention/key", "attention/value", kernel=_dense),
+    *_layer("attn.proj", "attention/out", kernel=_heads_to_width),
+    *_norm("norm2", "norm2"),
+    *_layer("mlp.fc1", "mlp/fc1", kernel=_dense),
+    *_layer("mlp.fc2", "mlp/fc2", kernel=_dense),
+)
+SWIN_BLOCK = (
+    *TRANSFORMER_BLOCK,
+    Entry("attn.relative_position_bias_table", ("relative_position_bias",)),
+)
+MIXER_BLOCK = (
+    *_norm("norm1", "norm1"),
+    *_layer("mlp_tokens.fc1", "token_mlp/fc1", kernel=_dense),
+    *_layer("mlp_tokens.fc2", "token_mlp/fc2", kernel=_dense),
+    *_norm("norm2", "norm2"),
+    *_layer("mlp_channels.fc1", "mlp/fc1", kernel=_dense),
+    *_layer("mlp_channels.fc2", "mlp/fc2", kernel=_dense),
+)
+CONVMIXER_BLOCK = (
+    *_layer("0.fn.0", "spatial", kernel=_depthwise),
+    *_batch_norm("0.fn.2", "norm1"),
+    *_layer("1", "channel", kernel=_pointwise),
+    *_batch_norm("3", "norm2"),
+)
 
-def _timm_entries(model: nnx.Module) -> Iterator[Entry]:
-    if type(model) not in _CONVERTERS:
-        families = ", ".join(family.__name__ for family in _CONVERTERS)
+
+def _entries(model: nnx.Module) -> list[Entry]:
+    if type(model) not in _FAMILIES:
+        families = ", ".join(family.__name__ for family in _FAMILIES)
         raise InputError(f"no converter to timm for {type(model).__name__}, only for {families}")
-    return _CONVERTERS[type(model)](model)
+    return list(_FAMILIES[type(model)](model))
 
 
-def _vit_entries(model: VisionTransformer) -> Iterator[Entry]:
-    """Maps timm's `VisionTransformer`, or with rotary positions its `Eva`."""
-    rope = model.position_kind == "rope"
-    scales = ("gamma_1", "gamma_2") if rope else ("ls1.gamma", "ls2.gamma")
-    yield from conv("patch_embed.proj", "patch_embedding")
+def _vit(model: VisionTransformer) -> Iterator[Entry]:
+    """Lists timm's `VisionTransformer`, or with rotary positions its `Eva`."""
+    yield from _layer("patch_embed.proj", "patch_embedding", kernel=_conv)
     if model.pool == "class_token":
-        yield same("cls_token", "class_token", lead=2)
+        yield Entry("cls_token", ("class_token",), lambda token: token[None, None])
     if model.positions is not None:
-        yield same("pos_embed", "positions", lead=1)
-    elif not rope:  # timm does not save rotations
-        yield _fixed_positions(model)
-    for i in range(model.depth):
-        yield from _block(f"blocks.{i}", "blocks", i)
-        if model.blocks.scale1 is not None:
-            yield same(f"blocks.{i}.{scales[0]}", "blocks/scale1", i)
-            yield same(f"blocks.{i}.{scales[1]}", "blocks/scale2", i)
-    yield from norm("fc_norm" if model.pool == "mean" else "norm", "norm")
-    yield from linear("head", "head")
+        yield Entry("pos_embed", ("positions",), lambda table: table[None])
+    yield from _stack("blocks", "blocks", model.depth, TRANSFORMER_BLOCK)
+    if model.blocks.scale1 is not None:
+        eva = model.position_kind == "rope"
+        scale1 = Entry("gamma_1" if eva else "ls1.gamma", ("scale1",))
+        scale2 = Entry("gamma_2" if eva else "ls2.gamma", ("scale2",))
+        yield from _stack("blocks", "blocks", model.depth, (scale1, scale2))
+    yield from _norm("fc_norm" if model.pool == "mean" else "norm", "norm")
+    yield from _layer("head", "head", kernel=_dense)
 
 
-def _fixed_positions(model: VisionTransformer) -> Entry:
-    """Maps the sin-cos encoding, which timm stores as a weight and our model computes."""
-    num_prefix = model.num_prefix
-
-    def encoding(grid, width):
-        return np.pad(sincos_positions(grid, width), ((num_prefix, 0), (0, 0)))[None]
-
-    def decode(tensor, shapes):
-        *_, num_tokens, width = tensor.shape
-        side = math.isqrt(max(num_tokens - num_prefix, 0))
-        rounding = jnp.finfo(tensor.dtype).eps  # weights may be stored in half precision
-        for grid in (model.grid, (side, side)):  # the weights may be of another image size
-            expected = encoding(grid, width)
-            close = dict(atol=max(1e-5, rounding))
-            if tensor.shape == expected.shape and np.allclose(
-                np.float32(tensor), expected, **close
-            ):
-                return []
-        raise InputError(
-            "state_dict['pos_embed'] is not the sin-cos encoding of a grid: load it into a model "
-            "with positions='learned'"
-        )
-
-    return Entry("pos_embed", (), lambda: encoding(model.grid, model.width), decode)
+def _swin(model: SwinTransformer) -> Iterator[Entry]:
+    """Lists timm's `SwinTransformer`."""
+    yield from _layer("patch_embed.proj", "patch_embedding", kernel=_conv)
+    yield from _norm("patch_embed.norm", "patch_norm")
+    for i, depth in enumerate(model.depths):
+        stage = f"stage{i + 1}"
+        if i:
+            merging = f"layers.{i}.downsample"
+            yield from _norm(f"{merging}.norm", f"{stage}/merging/norm")
+            kernel = f"{stage}/merging/reduction/kernel"
+            yield Entry(f"{merging}.reduction.weight", (kernel,), _dense)
+        yield from _stack(f"layers.{i}.blocks", f"{stage}/blocks", depth, SWIN_BLOCK)
+    yield from _norm("norm", "norm")
+    yield from _layer("head.fc", "head", kernel=_dense)
 
 
-def _swin_entries(model: SwinTransformer) -> Iterator[Entry]:
-    """Maps timm's `SwinTransformer`."""
-    yield from conv("patch_embed.proj", "patch_embedding")
-    yield from norm("patch_embed.norm", "patch_norm")
-    for s in range(len(model.depths)):
-        stage = f"layers.{s}"
-        ours = f"stage{s + 1}"
-        if s:
-            yield from norm(f"{stage}.downsample.norm", f"{ours}/merging/norm")
-            reduction = f"{stage}.downsample.reduction"
-            yield from linear(reduction, f"{ours}/merging/reduction", bias=False)
-        for i in range(model.depths[s]):
-            block = f"{stage}.blocks.{i}"
-            blocks = f"{ours}/blocks"
-            yield from _block(block, blocks, i)
-            table = f"{block}.attn.relative_position_bias_table"
-            yield same(table, f"{blocks}/relative_position_bias", i)
-    yield from norm("norm", "norm")
-    yield from linear("head.fc", "head")
+def _mixer(model: MlpMixer) -> Iterator[Entry]:
+    """Lists timm's `MlpMixer`."""
+    yield from _layer("stem.proj", "patch_embedding", kernel=_conv)
+    yield from _stack("blocks", "blocks", model.depth, MIXER_BLOCK)
+    yield from _norm("norm", "norm")
+    yield from _layer("head", "head", kernel=_dense)
 
 
-def _mixer_entries(model: MlpMixer) -> Iterator[Entry]:
-    """Maps timm's `MlpMixer`."""
-    yield from conv("stem.proj", "patch_embedding")
-    for i in range(model.depth):
-        yield from norm(f"blocks.{i}.norm1", "blocks/norm1", i)
-        yield from linear(f"blocks.{i}.mlp_tokens.fc1", "blocks/token_mlp/fc1", layer=i)
-        yield from linear(f"blocks.{i}.mlp_tokens.fc2", "blocks/token_mlp/fc2", layer=i)
-        yield from norm(f"blocks.{i}.norm2", "blocks/norm2", i)
-        yield from linear(f"blocks.{i}.mlp_channels.fc1", "blocks/mlp/fc1", layer=i)
-        yield from linear(f"blocks.{i}.mlp_channels.fc2", "blocks/mlp/fc2", layer=i)
-    yield from norm("norm", "norm")
-    yield from linear("head", "head")
-
-
-def _convmixer_entries(model: ConvMixer) -> Iterator[Entry]:
-    """Maps timm's `ConvMixer`."""
-    yield from conv("stem.0", "patch_embedding")
+def _convmixer(model: ConvMixer) -> Iterator[Entry]:
+    """Lists timm's `ConvMixer`."""
+    yield from _layer("stem.0", "patch_embedding", kernel=_conv)
     yield from _batch_norm("stem.2", "stem_norm")
-    for i in range(model.depth):
-        yield from conv(f"blocks.{i}.0.fn.0", "blocks/spatial", i)
-        yield from _batch_norm(f"blocks.{i}.0.fn.2", "blocks/norm1", i)
-        yield from conv(f"blocks.{i}.1", "blocks/channel", i)
-        yield from _batch_norm(f"blocks.{i}.3", "blocks/norm2", i)
-    yield from linear("head", "head")
+    yield from _stack("blocks", "blocks", model.depth, CONVMIXER_BLOCK)
+    yield from _layer("head", "head", kernel=_dense)
 
 
-def _block(name: str, path: str, layer: int) -> Iterator[Entry]:
-    """Maps the parts of a transformer block that ViT and Swin have in common."""
-    yield from norm(f"{name}.norm1", f"{path}/norm1", layer)
-    qkv = [f"{path}/attention/{field}" for field in ("query", "key", "value")]
-    yield from linear(f"{name}.attn.qkv", *qkv, layer=layer)
-    yield from linear(f"{name}.attn.proj", f"{path}/attention/out", layer=layer, in_axes=2)
-    yield from norm(f"{name}.norm2", f"{path}/norm2", layer)
-    yield from linear(f"{name}.mlp.fc1", f"{path}/mlp/fc1", layer=layer)
-    yield from linear(f"{name}.mlp.fc2", f"{path}/mlp/fc2", layer=layer)
-
-
-def _batch_norm(name: str, path: str, layer: int | None = None) -> Iterator[Entry]:
-    yield from norm(name, path, layer)
-    yield same(f"{name}.running_mean", f"{path}/mean", layer)
-    yield same(f"{name}.running_var", f"{path}/variance", layer)
-    # PyTorch uses the number of batches only with momentum=None, which timm does not set.
-    count = np.zeros((), np.int64)
-    yield Entry(f"{name}.num_batches_tracked", (), lambda: count, lambda tensor, shapes: [])
-
-
-def _arrays_by_path(model: nnx.Module) -> dict[str, Any]:
-    return traverse_util.flatten_dict(nnx.to_pure_dict(nnx.state(model)), sep="/")
-
-
-_CONVERTERS: Mapping[type[nnx.Module], Callable[..., Iterator[Entry]]] = {
-    VisionTransformer: _vit_entries,
-    SwinTransformer: _swin_entries,
-    MlpMixer: _mixer_entries,
-    ConvMixer: _convmixer_entries,
+_FAMILIES: Mapping[type[Model], Callable[..., Iterator[Entry]]] = {
+    VisionTransformer: _vit,
+    SwinTransformer: _swin,
+    MlpMixer: _mixer,
+    ConvMixer: _convmixer,
 }
+
+
+def _computed(model: Model) -> dict[str, np.ndarray]:
+    """Returns the tensors that timm saves and our model computes or does not need."""
+    if isinstance(model, VisionTransformer) and model.position_kind == "sincos":
+        return {"pos_embed": _sincos(model.grid, model.width, model.num_prefix)}
+    if isinstance(model, ConvMixer):
+        names = [entry.name for entry in _convmixer(model)]
+        norms = [name.removesuffix("running_mean") for name in names if "running_mean" in name]
+        # PyTorch uses the number of batches only with momentum=None, which timm does not set.
+        return {f"{norm}num_batches_tracked": np.zeros((), np.int64) for norm in norms}
+    return {}
+
+
+def _sincos(grid, width, num_prefix):
+    return np.pad(sincos_positions(grid, width), ((num_prefix, 0), (0, 0)))[None]
+
+
+def _check_sincos(table: np.ndarray, model: VisionTransformer) -> None:
+    """Raises `InputError` unless a table is the sin-cos encoding of the model's or a square grid.
+
+    The weights may be of another image size.
+    """
+    *_, num_tokens, width = table.shape
+    side = math.isqrt(max(num_tokens - model.num_prefix, 0))
+    tolerance = max(1e-5, float(jnp.finfo(table.dtype).eps))  # for half precision
+    for grid in (model.grid, (side, side)):
+        expected = _sincos(grid, width, model.num_prefix)
+        same_shape = table.shape == expected.shape
+        if same_shape and np.allclose(np.float32(table), expected, atol=tolerance):
+            return
+    raise InputError(
+        "state_dict['pos_embed'] is not the sin-cos encoding of a grid: load it into a model with "
+        "positions='learned'"
+    )
+
 
 # -- weight selection ------------------------------------------------------------------------------
 
@@ -369,27 +358,27 @@ def select_weights(teacher: StateDict, student: nnx.Module) -> nnx.Module:
     Raises:
       InputError: The student is larger than the teacher or of another family.
     """
-    large = _read_names(teacher)
-    small = to_timm(student)
-    if getattr(student, "positions", None) is not None and "pos_embed" in large:
-        large["pos_embed"] = _fit_positions(large["pos_embed"], student)
+    own = to_timm(student)
+    small = {name: array for name, array in own.items() if not name.startswith("head.")}
+    read = _read_names(teacher)
+    large = {name: array for name, array in read.items() if not name.startswith("head.")}
     layers = {_without_numbers(name) for name in small}  # the teacher may have more of them
     _check_names(
-        missing={name for name in small if not _is_own(name)} - large.keys(),
-        unexpected={k for k in large if not _is_own(k) and _without_numbers(k) not in layers},
+        missing=small.keys() - large.keys(),
+        unexpected={name for name in large if _without_numbers(name) not in layers},
     )
-    selected = dict(small)
-    for entry in _timm_entries(student):
-        if _is_own(entry.name):
-            continue
-        tensor = np.asarray(large[entry.name])
-        if entry.paths:
-            tensor = _select(entry.name, tensor, small[entry.name].shape)
-            selected[entry.name] = tensor
-        else:
-            entry.decode(tensor, [])  # It refuses another position encoding.
+    computed = _computed(student)
+    if "pos_embed" in computed:
+        _check_sincos(np.asarray(large["pos_embed"]), student)
+    elif "pos_embed" in large:
+        large["pos_embed"] = _fit_positions(large["pos_embed"], student)
+    selected = {
+        name: _select(name, np.asarray(large[name]), array.shape)
+        for name, array in small.items()
+        if name not in computed
+    }
     model = nnx.clone(student)
-    from_timm(model, selected)
+    from_timm(model, own | selected)
     return model
 
 
@@ -400,6 +389,21 @@ def _fit_positions(table: Any, student: VisionTransformer) -> Any:
     if num_tokens == math.prod(student.grid) or side**2 != num_tokens:
         return table
     return resample_positions(jnp.asarray(table[0], jnp.float32), (side, side), student.grid)[None]
+
+
+def resample_positions(
+    positions: Float[Array, "T D"], old_grid: tuple[int, int], new_grid: tuple[int, int]
+) -> Float[Array, "S D"]:
+    """Resamples learned positions to another grid, bicubic with antialiasing as in timm.
+
+    The position of a class token comes first and is kept. Grids are (rows, cols).
+    """
+    num_prefix = len(positions) - old_grid[0] * old_grid[1]
+    width = positions.shape[-1]
+    prefix = positions[:num_prefix]
+    grid = positions[num_prefix:].reshape(*old_grid, width)
+    grid = jax.image.resize(grid, (*new_grid, width), "cubic", antialias=True)
+    return jnp.concatenate([prefix, grid.reshape(-1, width)])
 
 
 def _select(name, teacher, shape):
@@ -417,11 +421,6 @@ def _select(name, teacher, shape):
     return teacher
 
 
-def _is_own(name: str) -> bool:
-    """Whether a weight belongs to a head, so that the student keeps its own."""
-    return name.startswith("head.")
-
-
 def _without_numbers(name: str) -> str:
     """Replaces the numbers of layers in a name."""
-    return re.sub(r"(?:(?<=\.)|(?<=_)|^)\d+(?=\.)", "*", name)
+    return re.sub(r"\.\d+(?=\.)", ".*", name)

@@ -4,7 +4,6 @@ from __future__ import annotations  # so that signatures show the names of check
 
 from typing import Any, ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -198,18 +197,3 @@ class VisionTransformer(Model):
         angles = rotary_angles(self.grid, self.width // self.num_heads)[0, 0]
         # The class token does not rotate.
         return np.pad(angles, ((self.num_prefix, 0), (0, 0)))
-
-
-def resample_positions(
-    positions: Float[Array, "T D"], old_grid: tuple[int, int], new_grid: tuple[int, int]
-) -> Float[Array, "S D"]:
-    """Resamples learned positions to another grid, bicubic with antialiasing as in timm.
-
-    The position of a class token comes first and is kept. Grids are (rows, cols).
-    """
-    num_prefix = len(positions) - old_grid[0] * old_grid[1]
-    width = positions.shape[-1]
-    prefix = positions[:num_prefix]
-    grid = positions[num_prefix:].reshape(*old_grid, width)
-    grid = jax.image.resize(grid, (*new_grid, width), "cubic", antialias=True)
-    return jnp.concatenate([prefix, grid.reshape(-1, width)])
