@@ -1,61 +1,23 @@
-"""Self-attention and the transformer block that ViT and Swin share."""
+"""Self-attention as functions: projection, rotary positions, and softmax(Q Kᵀ / √d + bias) V.
 
-from typing import Any
+Where they run is decided when a model is traced:
+
+| type | device | bias | product for query, key and value | attention |
+|---|---|---|---|---|
+| float32 | any | any | three | `_attend_with_xla` |
+| bfloat16 | CPU, TPU, other GPUs | any | three | `_attend_with_xla` |
+| bfloat16 | CUDA | none | one | cuDNN, if it takes the heads |
+| bfloat16 | CUDA | one | one | `_attend_with_xla` |
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from structinit_jax.attention_init import AttentionWeights
-from structinit_jax.errors import require
-from structinit_jax.models import layers
-from structinit_jax.models.layers import BASE_INITS, RESIDUAL, BaseInit, LinearInit, Rng
-
-
-class Attention(nnx.Module):
-    """Multi-head self-attention, with the parameters of Flax's `MultiHeadAttention`.
-
-    Unlike Flax's, it keeps no maps for the gradient and can add a bias to the logits.
-    """
-
-    def __init__(
-        self, width: int, num_heads: int, *, init: LinearInit, dtype: DTypeLike, rngs: nnx.Rngs
-    ):
-        require("num_heads", num_heads, f"a divisor of width={width}", lambda n: width % n == 0)
-        heads = (num_heads, width // num_heads)
-        options = dict(dtype=dtype, rngs=rngs, **init(width))
-        self.query = nnx.LinearGeneral(width, heads, **options)
-        self.key = nnx.LinearGeneral(width, heads, **options)
-        self.value = nnx.LinearGeneral(width, heads, **options)
-        self.out = nnx.LinearGeneral(heads, width, axis=(-2, -1), **options)
-
-    def __call__(
-        self,
-        x: Float[Array, "B N D"],
-        *,
-        bias: Float[Array, "#B h N N"] | None = None,
-        angles: Float[np.ndarray, "N p"] | None = None,
-        with_maps: bool = False,
-    ) -> tuple[Float[Array, "B N D"], dict[str, Float[Array, "B h N N"]]]:
-        """Returns the output and, if requested, 'attention_maps'.
-
-        Queries and keys are rotated by `angles` of each pair of channels, if there are any, and
-        `bias` is added to the logits.
-        """
-        query, key, value = project(x, (self.query, self.key, self.value))
-        if angles is not None:
-            query = rotate(query, angles)
-            key = rotate(key, angles)
-        y = dot_product_attention(query, key, value, bias)
-        maps = {}
-        if with_maps:  # They are computed again in float32: the call above returns none.
-            wide = (jnp.swapaxes(x.astype(jnp.float32), 1, 2) for x in (query, key))
-            maps = {"attention_maps": jax.nn.softmax(_logits(*wide, bias))}
-        return self.out(y), maps
+from structinit_jax.models.layers import RESIDUAL
 
 
 def project(
@@ -94,6 +56,16 @@ def rotate(x: Float[Array, "B N h d"], angles: Float[np.ndarray, "N p"]) -> Floa
     wide = x.astype(jnp.float32)
     swapped = jnp.flip(wide.reshape(*x.shape[:-1], -1, 2), axis=-1).reshape(x.shape)
     return (wide * cos + swapped * sin).astype(x.dtype)
+
+
+def attention_maps(
+    query: Float[Array, "B N h d"],
+    key: Float[Array, "B N h d"],
+    bias: Float[Array, "#B h N N"] | None = None,
+) -> Float[Array, "B h N N"]:
+    """Returns softmax(query·key / √d + bias) in float32."""
+    query, key = (jnp.swapaxes(x.astype(jnp.float32), 1, 2) for x in (query, key))
+    return jax.nn.softmax(_logits(query, key, bias))
 
 
 def dot_product_attention(
@@ -216,86 +188,3 @@ def _attend_backward(residuals, gradient):
 
 
 _attend_with_xla.defvjp(_attend_forward, _attend_backward)
-
-
-class Block(layers.StackedBlock):
-    """A pre-norm transformer block: x + attend(norm1(x)), then x + mlp(norm2(x)).
-
-    `layer_scale` is the initial value of LayerScale (Touvron et al. 2021), trained factors [D] of
-    what both branches add, and `position_bias_rows` the number of rows of a table
-    `relative_position_bias` [rows, h], which subclasses add to the logits; 0 omits either.
-    """
-
-    scale1: nnx.Param | None = None
-    scale2: nnx.Param | None = None
-
-    def __init__(
-        self,
-        *,
-        width: int,
-        num_heads: int,
-        mlp_ratio: float,
-        base_init: BaseInit,
-        dtype: DTypeLike,
-        epsilon: float = 1e-6,
-        layer_scale: float = 0.0,
-        position_bias_rows: int = 0,
-        rngs: nnx.Rngs,
-    ):
-        options = dict(dtype=dtype, rngs=rngs)
-        init = BASE_INITS[base_init]
-        self.norm1 = layers.layer_norm(width, epsilon=epsilon, **options)
-        self.attention = Attention(width, num_heads, init=init, **options)
-        if position_bias_rows:
-            table = layers.truncated_normal(rngs.params(), (position_bias_rows, num_heads))
-            self.relative_position_bias = nnx.Param(table)
-        self.norm2 = layers.layer_norm(width, epsilon=epsilon, **options)
-        self.mlp = layers.Mlp(width, int(mlp_ratio * width), init=init, **options)
-        if layer_scale:
-            self.scale1 = nnx.Param(jnp.full((width,), layer_scale, jnp.float32))
-            self.scale2 = nnx.Param(jnp.full((width,), layer_scale, jnp.float32))
-
-    def __call__(
-        self,
-        x: Float[Array, "B *grid D"],
-        *,
-        drop_path_rate: Float[Array, ""] | None,
-        rng: Rng = None,
-        **options,
-    ) -> tuple[Float[Array, "B *grid D"], dict[str, Array]]:
-        """Returns the output and the intermediates by name; `options` are those of `attend`."""
-        attention_rng, mlp_rng = (None, None) if rng is None else jax.random.split(rng)
-        attended, maps = self.attend(self.norm1(x), **options)
-        attended = _scale_channels(attended, self.scale1)
-        x = x + layers.drop_path(attended, drop_path_rate, attention_rng)
-        x = checkpoint_name(x, RESIDUAL)
-        hidden = _scale_channels(self.mlp(self.norm2(x)), self.scale2)
-        x = x + layers.drop_path(hidden, drop_path_rate, mlp_rng)
-        return x, dict(attention=attended, mlp=hidden, output=x, **maps)
-
-    def attend(self, x, *, with_maps=False, angles=None):
-        """Attends to all tokens [B, N, D], with rotary positions if there are angles [N, d / 2]."""
-        return self.attention(x, angles=angles, with_maps=with_maps)
-
-    def sizes(self) -> dict[str, Any]:
-        """Returns the sizes of a stack of these blocks, named as in `AttentionSite`."""
-        num_layers, width, num_heads, head_dim = self.attention.query.kernel.shape
-        return dict(
-            num_layers=num_layers,
-            width=width,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            qk_scale=head_dim**-0.5,
-        )
-
-    def set_weights(self, weights: AttentionWeights) -> None:
-        """Writes the weights that a scheme returns into a stack of these blocks."""
-        for name in ("query", "key", "value", "out"):
-            kernel = getattr(self.attention, name).kernel
-            layers.set_weight(kernel, name, getattr(weights, name))
-        if weights.bias is not None:
-            layers.set_weight(self.relative_position_bias, "bias", weights.bias)
-
-
-def _scale_channels(x, scale):
-    return x if scale is None else x * scale[...].astype(x.dtype)[None, None]

@@ -15,7 +15,6 @@ from jaxtyping import Array, Float
 from structinit_jax.attention_init import AttentionInit, AttentionWeights, WindowSite
 from structinit_jax.errors import Fraction, PositiveFloat, PositiveInt, checked, require
 from structinit_jax.models import layers
-from structinit_jax.models.attention import Block
 from structinit_jax.models.layers import BASE_INITS, BaseInit, Rng
 from structinit_jax.models.model import (
     Dtype,
@@ -26,6 +25,7 @@ from structinit_jax.models.model import (
     make_stack,
     run_stack,
 )
+from structinit_jax.models.transformer import Block
 
 Sides = tuple[int, int]
 EPSILON = 1e-5  # Unlike timm's ViT, its Swin has this epsilon in every LayerNorm.

@@ -314,6 +314,7 @@ def _check_sincos(table: np.ndarray, model: VisionTransformer) -> None:
 
     The weights may be of another image size.
     """
+    check_array("state_dict", "pos_embed", table)
     *_, num_tokens, width = table.shape
     side = math.isqrt(max(num_tokens - model.num_prefix, 0))
     tolerance = max(1e-5, float(jnp.finfo(table.dtype).eps))  # for half precision

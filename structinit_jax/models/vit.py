@@ -19,7 +19,6 @@ from structinit_jax.attention_init import (
 from structinit_jax.attention_init.sites import AttentionStack
 from structinit_jax.errors import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, checked
 from structinit_jax.models import layers
-from structinit_jax.models.attention import Block
 from structinit_jax.models.layers import BASE_INITS, BaseInit, Rng
 from structinit_jax.models.model import (
     Dtype,
@@ -30,6 +29,7 @@ from structinit_jax.models.model import (
     run_stack,
     token_grid,
 )
+from structinit_jax.models.transformer import Block
 
 
 def _variants() -> dict[str, dict[str, Any]]:
