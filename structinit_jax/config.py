@@ -158,7 +158,7 @@ def validate(config: ConfigDict) -> None:
     needs = f"a divisor of config.batch_size={batch_size}, or 0 to mix within the whole batch"
     group = config.augment.mix_group
     require("config.augment.mix_group", group, needs, lambda x: x == 0 or batch_size % x == 0)
-    if config.attention_init.get("name") == "impulse_2025":
+    if config.attention_init.get("name") == "impulse_2025" and not config.start_from:
         needs = "'learned' for the closed form config.attention_init.name='impulse_2025'"
         positions = config.model.get("positions", "learned")
         require("config.model.positions", positions, needs, lambda x: x == "learned")

@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from conftest import set_up
+from flax import nnx
 
 from structinit_jax.errors import InputError
+from structinit_jax.models.model import Model
 from structinit_jax.training import build
 from structinit_jax.training.build import bytes_needed, check_memory, explain_out_of_memory
 
@@ -17,6 +19,36 @@ def test_a_split_that_overlaps_the_training_split_is_noted(tiny_config, capsys):
     tiny_config.data.eval_split = "train[300:400]"
     build.open_splits(tiny_config, build.open_data(tiny_config))
     assert capsys.readouterr().out.startswith("note: training sees 84 examples of the evaluation")
+
+
+class Pooling(Model):
+    """A model without attention, and so without sites."""
+
+    def __init__(self, image_size, channels, num_classes, *, rngs):
+        self.head = nnx.Linear(channels, num_classes, rngs=rngs)
+
+    def __call__(self, images, *, rng=None, with_maps=False):
+        return self.head(images.mean(axis=(1, 2))), {}
+
+
+def test_a_scheme_without_sites_is_noted(tiny_config, capsys):
+    tiny_config.model = dict(name="test_build:Pooling", num_classes=10)
+    model = build.make_model(tiny_config, build.make_mesh(tiny_config))
+    build.make_scheme(tiny_config, model)
+    assert capsys.readouterr().out.startswith("note: config.model.name=test_build:Pooling")
+    tiny_config.attention_init = dict(name="default")
+    build.make_scheme(tiny_config, model)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_scheme_is_checked_only_if_it_is_used(tiny_config):
+    tiny_config.model.positions = "rope"
+    tiny_config.attention_init = dict(name="impulse_2024")
+    model = build.make_model(tiny_config, build.make_mesh(tiny_config))
+    with pytest.raises(InputError, match=r"^config\.attention_init"):
+        build.make_scheme(tiny_config, model)
+    tiny_config.start_from = "model.safetensors"
+    assert repr(build.make_scheme(tiny_config, model)) == "impulse_2024()"
 
 
 def test_a_step_fits_what_images_leave():

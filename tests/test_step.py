@@ -9,6 +9,7 @@ from flax import nnx
 from scipy.special import log_softmax
 
 from structinit_jax import augment
+from structinit_jax.errors import InputError
 from structinit_jax.models import layers
 from structinit_jax.rngs import split_seed, step_rngs
 from structinit_jax.training.evaluation import make_eval_step
@@ -42,6 +43,23 @@ def first_state(setup):
 def state(setup, first_state):
     """A state that the step may consume."""
     return place(first_state, setup)
+
+
+def mean_loss(logits, targets):
+    return -jnp.mean(targets * jax.nn.log_softmax(logits))
+
+
+def loss_by_class(logits, targets):
+    return -targets * jax.nn.log_softmax(logits)
+
+
+@pytest.mark.parametrize("name", ["mean_loss", "loss_by_class"])
+def test_losses_are_those_of_each_example(config, name):
+    config = config.copy_and_resolve_references()
+    config.loss = f"test_step:{name}"
+    setup = set_up(config)
+    with pytest.raises(InputError, match=r"^config\.loss"):
+        setup.train_step.lower(*setup.arguments)
 
 
 def test_losses_agree_with_scipy(setup, state):

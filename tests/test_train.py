@@ -98,10 +98,11 @@ def test_an_interrupted_and_resumed_run_is_bit_equal(
     assert whole == resumed
 
 
-def test_averaged_weights_are_resumed_evaluated_and_exported(run_config, tmp_path):
+def test_averaged_weights_are_resumed_evaluated_and_exported(run_config, tmp_path, capsys):
     run_config.attention_init = dict(name="default")
     run_config.ema_decay = 0.8
     results = train.train(run_config, tmp_path / "whole")
+    assert "note: in the averages that are evaluated" in capsys.readouterr().out  # 0.8**12 is 7 %
 
     def on_evaluation(step, results):
         # A hook may use JAX as usual, although the loop around it transfers nothing implicitly.

@@ -3,8 +3,9 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageEnhance, ImageOps
 from scipy import stats
 
 from structinit_jax.augment import transforms
@@ -37,6 +38,14 @@ def test_pad_crops_are_uniform_windows_of_the_padded_image():
     counts = np.bincount([5 * y + x for y, x in places], minlength=25)
     assert counts.sum() == 300
     assert stats.chisquare(counts).pvalue > 0.001
+
+
+def test_contrast_of_a_large_image_does_not_overflow():
+    image = np.full((1, 2200, 2200), 255, np.uint8)
+    image[0, 0] = 0
+    lut = np.asarray(transforms.contrast_lut(jnp.asarray(image), jnp.float32(0.5)))
+    theirs = np.asarray(ImageEnhance.Contrast(Image.fromarray(image[0])).enhance(0.5))
+    assert np.abs(lut[image[0, :2, 0]] - theirs[:2, 0]).max() <= 1
 
 
 def test_autocontrast_matches_pillow_but_for_whole_quotients_that_it_truncates():

@@ -7,6 +7,7 @@ from flax import nnx
 
 from structinit_jax.attention_init import WindowSite, impulse
 from structinit_jax.attention_init.targets import filter_maps
+from structinit_jax.errors import InputError
 from structinit_jax.models.swin import SwinTransformer, shift_mask
 
 WINDOW = (4, 5)
@@ -64,6 +65,18 @@ def test_windows_in_which_uniform_attention_has_the_target_mass_have_no_bias():
     assert set(np.unique(row.filter_index)) == {0, 1, 2}
     assert row.bias.shape == (6, 5, 3)
     assert not np.any(impulse()(RNG, dataclasses.replace(SITE, grid=(1, 1))).bias)
+
+
+@pytest.mark.parametrize("options", [dict(kernel_size=5), dict(kernel_size=7, dilation=2)])
+def test_kernels_that_lead_off_the_window_go_to_no_head(options):
+    small = dataclasses.replace(SITE, grid=(2, 2))
+    weights = impulse(target_mass=0.9, **options)(RNG, small)
+    maps = maps_of(weights, (2, 2))
+    targets = np.asarray(weights.targets)[weights.filter_index]
+    assert targets.any(axis=(2, 3)).all()
+    np.testing.assert_allclose((maps * targets).sum(-1)[targets.any(-1)], 0.9, rtol=1e-5)
+    with pytest.raises(InputError, match="filters"):
+        impulse(filters=np.eye(25)[:1].reshape(1, 5, 5))(RNG, small)
 
 
 def test_maps_on_images_have_the_mass_in_shifted_and_unshifted_blocks():

@@ -158,6 +158,11 @@ def _observe_batch(config, graphdef, targets, weights, images):
         return [{"tokens": _tokens(inputs)}]
     stages = []
     for stage, (name, site) in zip(out.get("stages", [out]), sites.items(), strict=True):
+        if not {"output", "attention_maps"} <= stage.get("blocks", {}).keys():
+            raise InputError(
+                f"config.model.name={config.model.name}: to be analyzed, a model returns the "
+                "intermediate 'blocks' with 'output' and 'attention_maps', see Model.__call__"
+            )
         output = stage["blocks"]["output"]
         if output.ndim == 4:  # It is [L, B, N, D], and class and register tokens come first.
             output = output[:, :, -site.num_tokens :]

@@ -29,7 +29,7 @@ def filter_kernels(
     """Returns the distinct kernels of a stack, impulses or `filters`, as `place_kernels` does.
 
     On a single row or column of tokens, the impulses are those along it. Raises `InputError` for
-    filters of even size, with negative values, or that lead off the grid from every token.
+    filters of even size or with negative values.
     """
     if filters is None:
         height, width = (1 if side == 1 else kernel_size for side in grid)
@@ -41,13 +41,7 @@ def filter_kernels(
                 f"filters of shape {kernels.shape}: needs kernels [F, f, f] with odd f and no "
                 "negative values"
             )
-    kernels = place_kernels(kernels, grid, dilation)
-    if not kernels.any(axis=(1, 2)).all():
-        raise InputError(
-            f"kernel_size, dilation or filters: on {grid} tokens, one filter leads off the grid "
-            "from every token: use a smaller kernel or dilation, or more tokens"
-        )
-    return kernels
+    return place_kernels(kernels, grid, dilation)
 
 
 def impulse_kernels(height: int, width: int) -> Float[np.ndarray, "F f g"]:
@@ -82,8 +76,17 @@ def filter_maps(
     filters: FilterArray | None = None,
     dilation: int = 1,
 ) -> Float[np.ndarray, "F N N"]:
-    """Returns the target map H of each of `filter_kernels`, see `kernel_maps`."""
-    return kernel_maps(filter_kernels(grid, kernel_size, filters, dilation), grid)
+    """Returns the target map H of each of `filter_kernels`, see `kernel_maps`.
+
+    Raises `InputError` for filters that lead off the grid from every token.
+    """
+    kernels = filter_kernels(grid, kernel_size, filters, dilation)
+    if not kernels.any(axis=(1, 2)).all():
+        raise InputError(
+            f"kernel_size, dilation or filters: on {grid} tokens, one filter leads off the grid "
+            "from every token: use a smaller kernel or dilation, or more tokens"
+        )
+    return kernel_maps(kernels, grid)
 
 
 def kernel_maps(

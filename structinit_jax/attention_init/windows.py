@@ -23,6 +23,7 @@ from structinit_jax.attention_init.targets import (
     kernel_maps,
     relative_index,
 )
+from structinit_jax.errors import InputError
 
 BISECTIONS = 50  # They suffice for the precision of float64.
 
@@ -43,9 +44,17 @@ def impulse(
     0.50. Rows with the whole kernel inside the window have exactly the target mass; an impulse
     without its neighbor leaves the row uniform. The mask of a shifted block leaves fewer tokens in
     a row, so the target gets more of the attention. The report describes the bias maps. In a window
-    so small that uniform attention has the target mass already, the bias is zero.
+    so small that uniform attention has the target mass already, the bias is zero. Kernels that lead
+    off the window from every token go to no head, since stages of a Swin may have smaller windows
+    than the first.
     """
     kernels = filter_kernels(site.grid, kernel_size, filters, dilation)
+    kernels = kernels[kernels.any(axis=(1, 2))]
+    if not len(kernels):
+        raise InputError(
+            f"filters: all lead off the window of {site.grid} tokens from every token: use smaller "
+            "ones"
+        )
     table = bias_of_kernels(kernels, site.grid, target_mass)
     return _draw_weights(rng, table, kernel_maps(kernels, site.grid), sizes=site.sizes)
 

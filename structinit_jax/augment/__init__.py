@@ -26,6 +26,7 @@ FLIP = 1
 RAND_AUGMENT = 2
 ERASING = 4
 MIXING = 5
+
 PADDING = 4  # pixels on each side, for crop='pad'
 
 Augment = Callable[
@@ -76,8 +77,8 @@ def make_augment(
     The order of operations is that of timm's train script with its prefetcher: crop, flip,
     RandAugment, mixing, rounding, normalization, erasing. With a Threefry key, which is JAX's
     default, the random numbers for an image depend only on `rng` and on its index in the batch, so
-    the result does not depend on the number of devices. The function returns normalized float32
-    images and targets, whose number `mix_group` must divide.
+    the result does not depend on the number of devices. The function returns normalized images and
+    targets in float32. `config.mix_group` must divide the batch size.
 
     Args:
       config: The section `config.augment`, with the fields of `AugmentConfig`.

@@ -109,7 +109,8 @@ def contrast_lut(image: UInt8[Array, "C H W"], factor: Float[Array, ""]) -> Int[
     """Returns the lookup table that blends with the mean luminance, rounded to an integer."""
     count = image.shape[1] * image.shape[2]
     total = jnp.sum(luminance(image))
-    mean = (2 * total + count) // (2 * count)
+    # Without `2 * total`, which would overflow for images of 2,053 pixels a side.
+    mean = total // count + (2 * (total % count) + count) // (2 * count)
     return blend(jnp.broadcast_to(mean, 256), VALUES, factor)
 
 

@@ -33,6 +33,7 @@ PIL_MODES = {1: "L", 3: "RGB"}
 JPEG_MODES = {1: "GRAY", 3: "RGB"}
 # Markers of a JPEG. The frame header holds the size; C4, C8 and CC are not frames.
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+PROGRESSIVE = 0xC2
 START_OF_IMAGE = b"\xff\xd8"
 END_OF_IMAGE = b"\xff\xd9"
 TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
@@ -119,7 +120,10 @@ class StoredImage:
         eighths = next((n for n in (1, 2, 3, 4) if n * reduction >= 8), 8)
         # The interpolation of colors needs the pixels below.
         end = rows + 16 // eighths
-        if ends_early := orientation == 1 and end < height:
+        # The scans of a progressive JPEG are decoded before the first pixel, and without `strict`
+        # simplejpeg would return uninitialized memory for a damaged one.
+        is_progressive = data[frame + 1] == PROGRESSIVE
+        if ends_early := orientation == 1 and end < height and not is_progressive:
             height = end
             # A decoder stops at the height in the header.
             parts = (data[: frame + 5], height.to_bytes(2, "big"), memoryview(data)[frame + 7 :])

@@ -57,10 +57,13 @@ def stream_indices(
     return indices
 
 
-def bytes_on_device(num_examples: int, image_size: int, channels: int) -> int:
-    """Returns the bytes of a split in the memory of every device; 0 if it is too large for it."""
-    size = num_examples * image_size**2 * channels
-    return size if size <= IN_MEMORY_BYTES else 0
+def bytes_on_device(num_examples: int, crop: CenterCrop | RandomCrop, channels: int) -> int:
+    """Returns the bytes that a split takes in the memory of every device.
+
+    It is 0 for a split that is not kept there, since it is too large or its crops are random.
+    """
+    size = num_examples * crop.image_size**2 * channels
+    return 0 if isinstance(crop, RandomCrop) or size > IN_MEMORY_BYTES else size
 
 
 class Loader:
@@ -123,8 +126,7 @@ def make_loader(
     split over all axes of the mesh.
     """
     loader = HostLoader(source, mesh, crop)
-    size = bytes_on_device(len(source), crop.image_size, source.info.channels)
-    if not in_memory or isinstance(crop, RandomCrop) or not size:
+    if not in_memory or not bytes_on_device(len(source), crop, source.info.channels):
         return loader
     print(f"decoding the {len(source):,} images of {source.name}", flush=True)
     (whole,) = loader.read_batches(np.arange, range(1), len(source), 0, process_count=1)
@@ -148,7 +150,7 @@ class HostLoader(Loader):
             order, steps, batch_size, jax.process_index(), jax.process_count()
         )
         # Copies to the devices are asynchronous.
-        return _ahead(_make_global(batch, sharding) for batch in batches)
+        return (_make_global(batch, sharding) for batch in batches)
 
     def read_batches(
         self,
@@ -182,8 +184,12 @@ class HostLoader(Loader):
             rows = [range(size)[i : i + chunk] for i in range(0, size, chunk)]
             return batch, [pool.submit(self._fill, batch, r, first, indices) for r in rows]
 
+        started = map(start, steps)
+        ahead = collections.deque(itertools.islice(started, 2))
         try:
-            for batch, tasks in _ahead(map(start, steps)):
+            while ahead:
+                ahead.extend(itertools.islice(started, 1))  # Three batches are read at a time.
+                batch, tasks = ahead.popleft()
                 for task in tasks:
                     task.result()
                 yield batch
@@ -252,15 +258,6 @@ def _gather_batch(sharding, image_shape, images, labels, order, offset, batch_si
         "mask": (indices >= 0).astype(jnp.float32),
     }
     return batch, offset + batch_size
-
-
-def _ahead(items):
-    """Yields items; each is made two items before it is needed."""
-    items = iter(items)
-    made = collections.deque(itertools.islice(items, 2))
-    while made:
-        made.extend(itertools.islice(items, 1))
-        yield made.popleft()
 
 
 def _make_global(arrays, sharding):

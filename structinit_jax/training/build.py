@@ -6,7 +6,6 @@ fields of the config do not fit each other, the data or the devices.
 
 import contextlib
 import inspect
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -18,7 +17,6 @@ from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax.attention_init import AttentionInit
-from structinit_jax.augment import Augment, make_augment
 from structinit_jax.data import datasets
 from structinit_jax.data.images import CenterCrop, RandomCrop
 from structinit_jax.data.loader import Batch, bytes_on_device, make_loader
@@ -82,11 +80,8 @@ def train_batches(
     Unless `in_memory`, images are decoded when they are needed, whatever the size of the split.
     """
     data = config.data
-    crop = CenterCrop(data.image_size)
-    if config.augment.crop == "resized":
-        crop = RandomCrop(data.image_size, config.seed, config.augment.crop_scale)
-    loader = make_loader(source, mesh, crop, in_memory)
-    batches = loader.train_batches(
+    loader = make_loader(source, mesh, make_crop(config), in_memory)
+    return loader.train_batches(
         batch_size=config.batch_size,
         seed=config.seed,
         start_step=start_step,
@@ -94,19 +89,22 @@ def train_batches(
         repeats=data.repeats,
         drop_remainder=data.drop_remainder,
     )
-    # The first batch is made now, while the training step still compiles, because it takes longer
-    # than the others: a split on the devices compiles its gather, another starts its threads.
-    first = list(itertools.islice(batches, 1))
-    return itertools.chain(first, batches)
+
+
+def make_crop(config: ConfigDict) -> CenterCrop | RandomCrop:
+    """Returns the crop of training images."""
+    image_size = config.data.image_size
+    if config.augment.crop == "resized":
+        return RandomCrop(image_size, config.seed, config.augment.crop_scale)
+    return CenterCrop(image_size)
 
 
 def data_bytes(config: ConfigDict, num_examples: int, num_eval_examples: int) -> int:
     """Returns the bytes of both splits' images in the memory of every device."""
     data = config.data
-    size = bytes_on_device(num_eval_examples, data.image_size, data.channels)
-    if config.augment.crop != "resized":  # Images with these crops are decoded for every batch.
-        size += bytes_on_device(num_examples, data.image_size, data.channels)
-    return size
+    eval_crop = CenterCrop(data.image_size, data.crop_fraction)
+    eval_bytes = bytes_on_device(num_eval_examples, eval_crop, data.channels)
+    return eval_bytes + bytes_on_device(num_examples, make_crop(config), data.channels)
 
 
 # -- mesh, schedule, model and optimizer -----------------------------------------------------------
@@ -180,8 +178,17 @@ def make_model(config: ConfigDict, mesh: Mesh) -> AbstractModel:
 
 
 def make_scheme(config: ConfigDict, model: AbstractModel) -> AttentionInit:
-    """Returns the scheme of `config.attention_init`, once traced, which checks that it fits."""
+    """Returns the scheme of `config.attention_init`, once traced, which checks that it fits.
+
+    It is not traced if it is not used, with `config.start_from`.
+    """
     scheme = config_lib.make_attention_init(config)
+    if config.start_from:
+        return scheme
+
+    sites = nnx.merge(model.graphdef, model.params, model.model_state).sites()
+    if not sites and config.attention_init.name != "default":
+        print(f"note: config.model.name={config.model.name} has no sites, so no scheme is used")
 
     def initialize(params, model_state, rng):
         nnx.merge(model.graphdef, params, model_state).initialize_attention(scheme, rng)
@@ -229,18 +236,6 @@ def abstract_batch(config: ConfigDict, mesh: Mesh) -> dict[str, jax.ShapeDtypeSt
         "image": jax.ShapeDtypeStruct(shape, np.uint8, sharding=batch_sharding),
         "label": jax.ShapeDtypeStruct(shape[:1], np.int32, sharding=batch_sharding),
     }
-
-
-def make_augmentation(config: ConfigDict, mesh: Mesh) -> Augment:
-    """Returns the augmentation of training batches that are sharded over a mesh."""
-    return make_augment(
-        config.augment,
-        num_classes=config.model.num_classes,
-        mean=config.data.mean,
-        std=config.data.std,
-        label_smoothing=config.label_smoothing,
-        mesh=mesh,
-    )
 
 
 def jit_step(step: Callable, mesh: Mesh, state: TrainState) -> jax.stages.Wrapped:

@@ -1,4 +1,4 @@
-"""Learning rate schedules and optimizers, whatever the config."""
+"""Learning rate schedules and optimizers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ import optax
 
 
 class Schedule(NamedTuple):
-    """Steps of a run."""
+    """The number of steps of a run, those that are evaluated, and their learning rates."""
 
     num_steps: int
     steps_per_epoch: float  # fractional if batches continue across the end of an epoch

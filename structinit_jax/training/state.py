@@ -40,8 +40,9 @@ class TrainState(NamedTuple):
     @property
     def weights(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The params and model_state to evaluate: their averages, if there are any."""
-        averages = self.ema or self._asdict()
-        return averages["params"], averages["model_state"]
+        if self.ema is None:
+            return self.params, self.model_state
+        return self.ema["params"], self.ema["model_state"]
 
 
 class AbstractModel(NamedTuple):

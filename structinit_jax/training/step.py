@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import ArrayLike
 from ml_collections import ConfigDict
 
+from structinit_jax.augment import Augment, make_augment
 from structinit_jax.data.loader import Batch
-from structinit_jax.errors import find
+from structinit_jax.errors import InputError, find
 from structinit_jax.rngs import step_rngs
-from structinit_jax.training import build, sharding
+from structinit_jax.training import sharding
 from structinit_jax.training.state import AbstractModel, TrainState, split_model
 
 Metrics = dict[str, Any]
@@ -40,7 +42,7 @@ def make_train_step(
     weights stay sharded over the mesh.
     """
     mesh = model.mesh
-    augment = build.make_augmentation(config, mesh)
+    augment = make_augmentation(config, mesh)
     mixes = config.augment.mixup > 0 or config.augment.cutmix > 0
     ema_decay = config.ema_decay
     loss = find(config.loss, LOSSES, "config.loss")
@@ -64,10 +66,24 @@ def make_train_step(
             "finite": _is_finite((params, model_state, opt_state)),
         }
         new = {"params": params, "model_state": model_state}
-        ema = state.ema and jax.tree.map(partial(_move_average, ema_decay), state.ema, new)
+        ema = None
+        if state.ema is not None:
+            ema = jax.tree.map(partial(_move_average, ema_decay), state.ema, new)
         return TrainState(state.step + 1, params, model_state, opt_state, ema), metrics
 
     return train_step
+
+
+def make_augmentation(config: ConfigDict, mesh: Mesh) -> Augment:
+    """Returns the augmentation of training batches that are sharded over a mesh."""
+    return make_augment(
+        config.augment,
+        num_classes=config.model.num_classes,
+        mean=config.data.mean,
+        std=config.data.std,
+        label_smoothing=config.label_smoothing,
+        mesh=mesh,
+    )
 
 
 def _move_average(decay, average, value):
@@ -84,10 +100,13 @@ def _make_value_and_grad(graphdef, loss):
         model = nnx.merge(graphdef, params, model_state)
         logits, _ = model(images, rng=rng)
         accuracy = jnp.mean(logits.argmax(-1) == targets.argmax(-1))
-        # The mean is over examples only, so that JAX refuses the gradient of a loss that wrongly
-        # keeps the axis of classes.
-        mean_loss = jnp.mean(loss(logits, targets), axis=0)
-        return mean_loss, (accuracy, split_model(model)[2])
+        losses = loss(logits, targets)
+        if losses.shape != logits.shape[:1]:
+            raise InputError(
+                f"config.loss: the function returns shape {losses.shape}, but needs the loss of "
+                f"each example, {logits.shape[:1]}"
+            )
+        return jnp.mean(losses), (accuracy, split_model(model)[2])
 
     return jax.value_and_grad(loss_fn, has_aux=True)
 

@@ -1,6 +1,7 @@
 """The training loop. Read it from top to bottom."""
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -83,6 +84,14 @@ def train(
         workdir_lib.check_processes(record, workdir)
         print(f"devices: {sharding.describe(mesh)}")
 
+        checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
+        on_exit.callback(checkpoints.close)
+        start_step = checkpoints.latest_step or 0
+        if start_step:
+            saved = checkpoint.read_run(checkpoints.directory, start_step)
+            place = f"step {start_step} in {workdir}"
+            workdir_lib.check_resume(saved, record, config, schedule.num_steps, place)
+
         # -- Training step -------------------------------------------------------------------------
         # It is compiled ahead of time, so that a batch or a state of an unexpected shape is an
         # error instead of a second compilation. XLA compiles in a thread of its own, while state
@@ -91,14 +100,8 @@ def train(
         compiling = ThreadPoolExecutor(1, "compile").submit(lowered.compile)
 
         # -- State: initialized, or restored from the newest checkpoint ----------------------------
-        checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
-        on_exit.callback(checkpoints.close)
-        start_step = checkpoints.latest_step or 0
         init_metrics = {}
         if start_step:
-            saved = checkpoint.read_run(checkpoints.directory, start_step)
-            place = f"step {start_step} in {workdir}"
-            workdir_lib.check_resume(saved, record, config, schedule.num_steps, place)
             state = checkpoint.restore(checkpoints.directory, start_step, abstract_state)
             print(f"resumed from {place}")
         else:
@@ -114,7 +117,11 @@ def train(
             log.write(0, init_metrics)
 
         # -- Batches, evaluation and compiled step -------------------------------------------------
-        batches = build.train_batches(config, train_source, mesh, start_step, schedule.num_steps)
+        stream = build.train_batches(config, train_source, mesh, start_step, schedule.num_steps)
+        on_exit.callback(stream.close)
+        # The first batch is made while the training step still compiles, because it takes longer
+        # than the others: a split on the devices compiles its gather, another starts its threads.
+        batches = itertools.chain(list(itertools.islice(stream, 1)), stream)
         evaluate = make_evaluator(config, model, eval_source)
         train_step = compiling.result()
         data_bytes = build.data_bytes(config, len(train_source), len(eval_source))
@@ -128,6 +135,12 @@ def train(
             f"evaluating on {len(eval_source):,} of {dataset.name} {config.data.eval_split}",
             flush=True,
         )
+        initial_share = config.ema_decay**schedule.num_steps
+        if initial_share > 0.01:
+            print(
+                f"note: in the averages that are evaluated, the initial weights will still have a "
+                f"share of {initial_share:.0%}: lower config.ema_decay={config.ema_decay}"
+            )
         # The metrics of steps stay on the devices until they are logged: to wait for those of each
         # step would leave the devices idle until the host has started the next one.
         pending = {}
