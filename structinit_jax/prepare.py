@@ -44,8 +44,8 @@ def define_flags() -> None:
 def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> None:
     """Prepares a data set so that `open_dataset` can open it by the same name and `data_dir`.
 
-    `manual_dir` has the archives that TFDS cannot download; by default it is TFDS's own folder,
-    `downloads/manual` in `data_dir`. Raises `InputError` if the name is unknown, or if it cannot be prepared.
+    `manual_dir` has the archives that TFDS cannot download, by default `downloads/manual` in
+    `data_dir`. Raises `InputError` if the name is unknown, or if it cannot be prepared.
     """
     if name in OPENERS or is_reference(name):
         return
