@@ -67,6 +67,7 @@ def get_config(
     config = base_config(model)
     config.num_epochs = 200.0
     config.batch_size = 512
+    config.label_smoothing = 0.1
     config.schedule = "timm_cosine"
     config.learning_rate = 1e-3
     config.warmup_epochs = 10.0

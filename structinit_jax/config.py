@@ -70,7 +70,8 @@ class RunFields:
     final_learning_rate: NonNegativeFloat = 1e-6  # end of the cosine decay
     # Part of num_epochs, at its end, with final_learning_rate (timm adds them to its epochs).
     cooldown_epochs: NonNegativeFloat = 0.0
-    weight_decay: NonNegativeFloat = 0.05  # on matrices only: no biases, norms, positions, tokens
+    # Of 'adamw': on matrices only, no biases, norms, positions and tokens.
+    weight_decay: NonNegativeFloat = 0.05
     adam_b2: Fraction = 0.999
     adam_epsilon: PositiveFloat = 1e-8
     clip_norm: NonNegativeFloat = 1.0  # global gradient norm; 0 disables clipping
@@ -151,9 +152,10 @@ def validate(config: ConfigDict) -> None:
     _check_section(AugmentConfig, dict(config.augment), "config.augment.")
     with prefixed("config.model."):
         models.check_fields(dict(config.model))
+    channels = data.channels
     for field in ("mean", "std"):
-        needs = f"a tuple of config.data.channels={data.channels} numbers"
-        require(f"config.data.{field}", data[field], needs, lambda x: len(x) == data.channels)
+        needs = f"a tuple of config.data.channels={channels} numbers, such as {(0.5,) * channels}"
+        require(f"config.data.{field}", data[field], needs, lambda x: len(x) == channels)
     batch_size = config.batch_size
     needs = f"a divisor of config.batch_size={batch_size}, or 0 to mix within the whole batch"
     group = config.augment.mix_group
@@ -292,7 +294,8 @@ def load_config(location: str | Path) -> ConfigDict:
         words = signature.bind(*row.split(",") if row else ()).arguments
     except TypeError as error:
         columns = ", ".join(signature.parameters)
-        raise InputError(f"config={location}: {error}: a row is {columns}") from error
+        takes = f"a row is {columns}" if columns else "the file takes no row after the colon"
+        raise InputError(f"config={location}: {error}: {takes}") from error
     annotated = {name: words[name] for name in words if name in get_config.__annotations__}
     check_fields(get_config, annotated, f"config={location}: ")
     config = get_config(**words)
@@ -332,7 +335,7 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise InputError(
             f"workdir={workdir}: config.json cannot be used ({error}): pass the output directory "
-            "of a run"
+            "of a run, or on the command line --config with its config file"
         ) from error
     if code and not trust:
         names = ", ".join(f"{field}={values[field]!r}" for field in code)

@@ -17,7 +17,7 @@ from structinit_jax.augment import normalize
 from structinit_jax.data.images import BadImageError, CenterCrop
 from structinit_jax.data.loader import HostLoader
 from structinit_jax.data.source import Dataset
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, require
 from structinit_jax.files import open_path
 from structinit_jax.training import build, checkpoint, sharding
 from structinit_jax.training import workdir as workdir_lib
@@ -49,6 +49,11 @@ def restore_model(
     directory = open_path(workdir) / "checkpoints"
     number = checkpoint.find_step(directory, step)
     if number is None:
+        if step == "best" and checkpoint.find_step(directory) is not None:
+            raise InputError(
+                f"workdir={workdir} has no checkpoint that was evaluated, which step='best' needs: "
+                "use step='newest'"
+            )
         raise InputError(f"workdir={workdir} has no complete checkpoint for step={step}")
     saved = checkpoint.read_run(directory, number)["config"]
     place = f"step {number} in {workdir}"
@@ -134,12 +139,20 @@ class Classifier:
         """Returns the logits of images.
 
         Raises:
-          InputError: A file is missing or cannot be decoded, or `files` is a single path.
+          InputError: A file is missing or cannot be decoded, or `files` is anything but one or more
+            paths in a list or another iterable.
         """
         if isinstance(files, str | os.PathLike):
             raise InputError(f"files={os.fspath(files)!r} must be a list of paths: put it in [ ]")
-        files = list(files)
-        records = [{"image": os.fspath(file), "label": 0} for file in files]
+        try:
+            files = [os.fspath(file) for file in files]
+        except TypeError as error:
+            raise InputError(
+                f"files must be a list of paths, such as ['photo.jpg'] ({error}): save images to "
+                "files first"
+            ) from error
+        require("files", files, "a list of one path or more", len)
+        records = [{"image": file, "label": 0} for file in files]
         data = self.config.data
         names = self.class_names
         dataset = Dataset.from_records("files", {"files": records}, names, data.channels)

@@ -2,10 +2,12 @@
 
     python -m structinit_jax.prepare --name=cifar10
     python -m structinit_jax.prepare --name=folder --data_dir=DIR
+    python -m structinit_jax.prepare --name=imagenet2012 --manual_dir=ARCHIVES
 
 For digits, fashion_mnist, image folders and data sets of your own, this only prints the report. All
 others are downloaded and prepared by TFDS's own builder; only this needs TensorFlow
-(`pip install '.[prepare]'`).
+(`pip install '.[prepare]'`). Archives that TFDS cannot download, such as ILSVRC2012_img_train.tar
+and ILSVRC2012_img_val.tar of ImageNet-1K, it takes from the folder --manual_dir.
 """
 
 import importlib.util
@@ -13,12 +15,16 @@ import os
 
 import numpy as np
 from absl import flags
+from etils import epy
 
 from structinit_jax import command_line
 from structinit_jax.command_line import FLAGS
 from structinit_jax.data.datasets import OPENERS, find_builder, open_dataset
 from structinit_jax.data.source import Dataset, Folder, ImageSource
 from structinit_jax.errors import InputError, is_reference
+
+with epy.lazy_imports():  # takes a quarter of a second
+    import tensorflow_datasets as tfds
 
 MAX_SHOWN_CLASSES = 10
 MAX_AVERAGED = 1000  # images, which fixes mean and deviation to about 0.01
@@ -29,13 +35,17 @@ def define_flags() -> None:
     flags.DEFINE_string("name", None, "TFDS name, 'folder' or 'module:function'.", required=True)
     text = "Folder of TFDS's data sets, of the images ('folder'), or of fashion_mnist."
     flags.DEFINE_string("data_dir", None, text)
-    flags.DEFINE_integer("check", 1000, "Images to decode in each split; 0 for all.", lower_bound=0)
+    text = "Folder of archives that TFDS cannot download (default: downloads/manual in --data_dir)."
+    flags.DEFINE_string("manual_dir", None, text)
+    text = "Images to decode in each split; 0 for all."
+    flags.DEFINE_integer("check", 20_000, text, lower_bound=0)
 
 
-def prepare(name: str, data_dir: Folder = None) -> None:
+def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> None:
     """Prepares a data set so that `open_dataset` can open it by the same name and `data_dir`.
 
-    Raises `InputError` if the name is unknown, or if it cannot be prepared.
+    `manual_dir` has the archives that TFDS cannot download, by default `downloads/manual` in
+    `data_dir`. Raises `InputError` if the name is unknown, or if it cannot be prepared.
     """
     if name in OPENERS or is_reference(name):
         return
@@ -48,7 +58,8 @@ def prepare(name: str, data_dir: Folder = None) -> None:
             " machine: pip install '.[prepare]'"
         )
     try:
-        builder.download_and_prepare(file_format="array_record")
+        config = tfds.download.DownloadConfig(manual_dir=manual_dir)
+        builder.download_and_prepare(file_format="array_record", download_config=config)
     except Exception as error:  # TensorFlow's errors have no common type
         raise InputError(
             f"--name={name!r} cannot be prepared: {type(error).__name__}: {error}"
@@ -63,7 +74,9 @@ def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> l
     """
     checked = source.evenly_spaced(num_checked or len(source))
     good, sizes, problems = checked.split_bad_images()
-    extent = "all" if len(checked) == len(source) else f"{len(checked):,} evenly spaced ones"
+    extent = "all"
+    if left := len(source) - len(checked):
+        extent = f"{len(checked):,} evenly spaced ones; --check=0 also decodes the other {left:,}"
     lines = [f"{len(source):,} examples; checked {extent}"]
     if len(good):
         labels = good.labels()
@@ -73,8 +86,8 @@ def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> l
         high = np.max(sizes, axis=0)
         mean, std = mean_and_std(good.evenly_spaced(MAX_AVERAGED))
         lines += [
-            f"{np.count_nonzero(counts)} of {num_classes} classes in these, {counts.min():,} to"
-            f" {counts.max():,} examples of each",
+            f"{np.count_nonzero(counts)} of {num_classes} classes, with {counts.min():,} to"
+            f" {counts.max():,} of the checked examples each",
             f"{low[0]} to {high[0]} pixels high, {low[1]} to {high[1]} wide",
             f"pixels: mean {mean}, std {std}",
         ]
@@ -125,7 +138,7 @@ def main(overrides: command_line.Overrides) -> None:
     """Prepares a data set and prints a report."""
     if overrides:
         raise InputError(f"prepare has no --config.{overrides[0][0]}; --help lists its flags")
-    prepare(FLAGS.name, FLAGS.data_dir)
+    prepare(FLAGS.name, FLAGS.data_dir, FLAGS.manual_dir)
     report(open_dataset(FLAGS.name, FLAGS.data_dir), FLAGS.check)
 
 

@@ -23,7 +23,7 @@ def changed(field, value):
         ("keep_checkpoints", 1),
         ("cooldown_epochs", 30.0),  # of 30
         ("model.depth", 0),
-        ("data.mean", (0.5,)),
+        ("data.mean", (0.5,)),  # of 3 channels
         ("data.std", (0.0, 0.2, 0.2)),
         # On the scale from 0 to 255.
         ("data.mean", (123.7, 116.3, 103.5)),
@@ -169,6 +169,9 @@ def test_the_row_after_the_colon_gives_the_arguments_of_get_config(tmp_path):
             config_lib.load_config(f"{file}:{row}")
     with pytest.raises(InputError, match="no such file"):
         config_lib.load_config(folder / "d.py")
+    (folder / "f.py").write_text("def get_config(): ...")
+    with pytest.raises(InputError, match="takes no row"):
+        config_lib.load_config(f"{folder}/f.py:stl10")
     for text, word in (
         ("", "get_config=None"),
         ("get_config = lambda: {}", r"get_config\(\)=\{\}"),
@@ -217,7 +220,7 @@ def test_required_arguments_of_a_model_of_the_users_own_are_read(tmp_path, capsy
 )
 def test_another_config_json_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(InputError, match=r"config\.json cannot be used"):
+    with pytest.raises(InputError, match=r"config\.json cannot be used(.|\n)* --config "):
         config_lib.load_run_config(tmp_path)
 
 

@@ -35,6 +35,17 @@ def test_mistakes_are_found_without_data(tiny_config):
             dry_run(tiny_config)
 
 
+def test_weights_of_a_file_replace_the_scheme(tiny_config, tmp_path, capsys):
+    tiny_config.start_from = str(tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"^config\.start_from='.*model\.safetensors'"):
+        dry_run(tiny_config)
+    (tmp_path / "model.safetensors").touch()
+    dry_run(tiny_config)
+    out = capsys.readouterr().out
+    assert f"start_from         {tmp_path}" in out
+    assert "attention_init" not in out
+
+
 # -- accelerators that are not there ---------------------------------------------------------------
 
 

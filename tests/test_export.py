@@ -1,5 +1,7 @@
 import json
 import pickle
+import types
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -75,6 +77,17 @@ def test_timms_arguments_name_every_size(options, name, arguments):
     config.model.update(options)
     card = export.timm_card(config)
     assert (card["architecture"], card["model_args"]) == (name, sizes | arguments)
+
+
+def test_averaged_weights_are_named_so(run_config, monkeypatch, capsys):
+    run_config.ema_decay = 0.9
+    monkeypatch.setattr(export.command_line, "read_config", lambda overrides: run_config)
+    monkeypatch.setattr(export, "FLAGS", types.SimpleNamespace(step=None))
+    monkeypatch.setattr(export.command_line, "required_workdir", lambda: "run")
+    monkeypatch.setattr(export.command_line, "out_folder", Path)
+    monkeypatch.setattr(export, "export", lambda *arguments: 12)
+    export.main(())
+    assert "averaged weights of step 12" in capsys.readouterr().out
 
 
 def test_other_models_and_the_workdir_of_a_run_are_refused(run_config, finished_run):

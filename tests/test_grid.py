@@ -119,6 +119,7 @@ def test_settings_keep_the_baseline_of_their_last_command(start, tmp_path):
     text = (tmp_path / "report.md").read_text()
     assert "| impulse | 1 of 1 | 80.00 | 50.10 | – |" in text
     assert "\nimpulse: a note of the row\n" in text
+    assert all(f" {name} " in text for name in ("jax", "flax", "optax", "structinit-jax"))
 
 
 def test_lost_metrics_make_a_run_unfinished(start, tmp_path, capsys):

@@ -14,8 +14,10 @@ from tiny_models import make
 
 from structinit_jax import config as config_lib
 from structinit_jax import export
+from structinit_jax.analysis import collect
+from structinit_jax.attention_init import SCHEMES
 from structinit_jax.errors import InputError
-from structinit_jax.training import build, train
+from structinit_jax.training import build, sharding, train
 from structinit_jax.training.state import AbstractModel, split_model
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
@@ -36,11 +38,14 @@ def shown(name):
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    """The module of docs/extending.md, importable."""
-    (tmp_path / "mine.py").write_text(shown("mine"))
+    """The modules of docs/extending.md, importable: the name of the first."""
+    modules = ("mine", "my_vit")
+    for name in modules:
+        (tmp_path / f"{name}.py").write_text(shown(name))
     monkeypatch.syspath_prepend(tmp_path)
     yield "mine"
-    sys.modules.pop("mine", None)
+    for name in modules:
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.usefixtures("library_promotion")
@@ -70,10 +75,11 @@ def test_the_readmes_objects_train_and_the_model_is_not_exported(mine, tmp_path,
 
 
 @pytest.mark.usefixtures("library_promotion")
-def test_the_readmes_optimizer_makes_the_updates_of_kernels_orthogonal(mine):
+@pytest.mark.parametrize("changes", [{}, dict(positions="learned", pool="class_token")])
+def test_the_readmes_optimizer_makes_the_updates_of_kernels_orthogonal(mine, changes):
     config = config_lib.base_config()
     config.update(optimizer="mine:muon", weight_decay=0.0)
-    model = make("vit")
+    model = make("vit", **changes)
     _, params, _ = split_model(model)
     rng = np.random.default_rng(0)
     grads = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), params)
@@ -86,8 +92,23 @@ def test_the_readmes_optimizer_makes_the_updates_of_kernels_orthogonal(mine):
             values = np.linalg.svd(layer.reshape(side, side), compute_uv=False)
             assert 0.03 < values.min() < values.max() < 0.13  # nearly 0.1 times a rotation
     # The first step of Adam with Nesterov's momentum is equal for all other parameters.
-    for update in (attention["query"]["bias"], updates["head"]["kernel"]):
+    rest = [updates[name] for name in ("positions", "class_token") if name in updates]
+    for update in (attention["query"]["bias"], updates["head"]["kernel"], *rest):
         np.testing.assert_allclose(np.abs(update), 0.1474, rtol=1e-3)
+
+
+@pytest.mark.usefixtures("library_promotion", "mine")
+def test_the_pages_vit_takes_every_scheme_and_is_analyzed(tmp_path, tiny_config):
+    tiny_config.model = config_lib.base_config("my_vit:MyViT").model
+    tiny_config.model.depth = 1
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    for name in SCHEMES:
+        tiny_config.attention_init = dict(name=name)
+        build.make_scheme(tiny_config, build.make_model(tiny_config, mesh))
+    tiny_config.attention_init = dict(name="impulse")
+    snapshot = collect.observe_start(tiny_config, collect.read_images(tiny_config, 8))
+    assert snapshot.layers[0].measures["target_mass"].mean() > 1.5 / 16  # uniform: 1 / 16
+    train.train(tiny_config, tmp_path / "run")
 
 
 @pytest.fixture

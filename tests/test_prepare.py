@@ -1,9 +1,12 @@
+import types
+
 import fork_main
 import numpy as np
 import pytest
 from PIL import Image
 
 from structinit_jax import prepare
+from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.source import Dataset
 from structinit_jax.errors import InputError
 
@@ -26,13 +29,30 @@ def test_the_report_names_classes_sizes_and_bad_images(tmp_path):
         f"{tmp_path.name}: 2 classes (cat, dog), 3 channels",
         "left out: hidden (1), .heic (2)",
         "train: 6 examples; checked all",
-        "train: 2 of 2 classes in these, 2 to 3 examples of each",
+        "train: 2 of 2 classes, with 2 to 3 of the checked examples each",
         "val: 10 to 10 pixels high, 20 to 22 wide",
         "val: pixels: mean (1.0, 0.0, 0.0), std (0.0, 0.0, 0.0)",
     ):
         assert f"{line}\n" in said
     assert said.count("bad: ") == 1
     assert "dog/1.png" in said
+
+
+def test_thousands_of_images_are_all_checked_and_of_more_the_rest_is_counted(tmp_path):
+    (tmp_path / "cat").mkdir()
+    Image.new("L", (8, 8)).save(tmp_path / "cat" / "0.png")
+    image = (tmp_path / "cat" / "0.png").read_bytes()
+    for number in range(1, 1100):
+        content = b"nothing" if number % 500 == 0 else image
+        (tmp_path / "cat" / f"{number}.png").write_bytes(content)
+    arguments = ("--name=folder", f"--data_dir={tmp_path}")
+    result = fork_main.run(*arguments, module=prepare.__name__)
+    assert result.returncode == 2
+    assert "train: 1,100 examples; checked all\n" in result.stdout
+    assert result.stdout.count("bad: ") == 2
+    first, *_ = prepare.describe_split(open_dataset("folder", tmp_path).split("train"), 1, 9)
+    assert "checked 9 " in first
+    assert "--check=0 also decodes the other 1,091" in first
 
 
 def test_mean_and_deviation_are_those_of_all_pixels_by_channel():
@@ -48,3 +68,14 @@ def test_stock_builders_need_tensorflow(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"TensorFlow to prepare(.|\n)*pip install '\.\[prepare\]"):
         prepare.prepare("cifar10", tmp_path)
+
+
+def test_archives_are_taken_from_the_folder_of_the_flag(tmp_path, monkeypatch):
+    called = {}
+    builder = types.SimpleNamespace(data_path=tmp_path / "imagenet2012")
+    builder.download_and_prepare = lambda **options: called.update(options)
+    monkeypatch.setattr(prepare.importlib.util, "find_spec", lambda name: "found")
+    monkeypatch.setattr(prepare, "find_builder", lambda name, data_dir: builder)
+    prepare.prepare("imagenet2012", manual_dir="archives")
+    assert called["download_config"].manual_dir == "archives"
+    assert called["file_format"] == "array_record"

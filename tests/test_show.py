@@ -1,4 +1,5 @@
 import os
+import re
 
 import fork_main
 import numpy as np
@@ -44,6 +45,14 @@ def test_a_batch_of_a_run_needs_no_config(finished_run, tmp_path):
     assert "48 of the 64 images of step 9, from digits" in result.stdout
     with Image.open(tmp_path / "batch.png") as picture:
         assert picture.format == "PNG"
+
+
+def test_a_file_that_cannot_be_written_ends_in_one_sentence(finished_run, tmp_path):
+    (tmp_path / "file").touch()
+    arguments = [f"--workdir={finished_run.workdir}", f"--out={tmp_path}/file/show.png"]
+    result = fork_main.run(*arguments, module=show.__name__)
+    assert result.returncode == 2
+    assert re.fullmatch(r"error: --out=.*file/show\.png .*\n", result.stderr)
 
 
 def test_targets_are_described_without_their_smoothing():

@@ -28,7 +28,7 @@ configs/papers.csv has the rows of all tables with their configs and published f
     2024.7        ViTs of depth 8, widths 64 and 128, with 4 to 32 heads on CIFAR-10
     2025.1        initializations of ViT-T on six small data sets at 224 pixels
     2025.2        initializations of ViT-T, ViT-S and ViT-B on ImageNet-1K
-    2025.3        Swin and MLP-Mixer (our own impulse) on six small data sets
+    2025.3        Swin on six small data sets, MLP-Mixer on CIFAR-10 (our own impulse)
     2025.4        ViT-T on six small data sets; rows 'from_X' take weights from a ViT-S,
                   vit_small_X.safetensors (how to make it: configs/vit_2025_small.py)
     2025.5        ViT-B on ImageNet-1K in three configurations, whose curves are in figure 5

@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import flax
 import jax
+import optax
 from ml_collections import ConfigDict
 
 from structinit_jax import __version__, command_line, files
@@ -140,8 +142,10 @@ def _matters(field: str) -> bool:
 
 def _describe_machine() -> str:
     devices = jax.devices()
-    kind = devices[0].device_kind
-    return f"{len(devices)} × {kind}, JAX {jax.__version__}, structinit-jax {__version__}"
+    packages = dict(jax=jax.__version__, flax=flax.__version__, optax=optax.__version__)
+    packages["structinit-jax"] = __version__
+    versions = ", ".join(f"{name} {version}" for name, version in packages.items())
+    return f"{len(devices)} × {devices[0].device_kind}, {versions}"
 
 
 # -- runs ------------------------------------------------------------------------------------------

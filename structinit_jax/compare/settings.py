@@ -10,7 +10,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, suggest
 from structinit_jax.files import read_file
 
 PAPERS = Path("configs/papers.csv")  # of a checkout, like the configs that it names
@@ -90,13 +90,19 @@ def read_table(table: str, words: Iterable[str] = ()) -> dict[str, dict[str, str
 
     Only those whose name has all the words. Raises `InputError` if there are none.
     """
-    words = set(words)
-    found = {}
-    for row in csv.DictReader(read_file(PAPERS).decode().splitlines()):
-        if row["table"] == table and words <= set(row["row"].split(",")):
-            found[row["row"]] = row
+    words = list(words)
+    every = list(csv.DictReader(read_file(PAPERS).decode().splitlines()))
+    rows = {row["row"]: row for row in every if row["table"] == table}
+    if not rows:
+        tables = dict.fromkeys(row["table"] for row in every)
+        raise InputError(f"--table={table} is not in {PAPERS}: {suggest(table, tables)}")
+    known = dict.fromkeys(word for name in rows for word in name.split(","))
+    for word in words:
+        if word not in known:
+            raise InputError(f"--rows={word} is not in table {table}: {suggest(word, known)}")
+    found = {name: row for name, row in rows.items() if {*words} <= {*name.split(",")}}
     if not found:
-        raise InputError(f"{PAPERS} has no rows with --table={table} --rows={','.join(words)}")
+        raise InputError(f"--table={table} has no row with all of --rows={','.join(words)}")
     return found
 
 

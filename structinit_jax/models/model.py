@@ -122,7 +122,7 @@ class Model(nnx.Module):
         Logits are float32 for every dtype, because the loss exponentiates them. `rng` is the random
         key for drop path in training, None in evaluation. `with_maps` adds attention maps, whose
         memory grows with the square of the number of tokens. To be analyzed, a stack has 'output'
-        and 'attention_maps', with a layer axis, in the intermediate 'blocks', and a `patch_size`.
+        and 'attention_maps', with a layer axis, in the intermediate 'blocks'.
         """
         raise NotImplementedError
 

@@ -186,12 +186,11 @@ def make_scheme(config: ConfigDict, model: AbstractModel) -> AttentionInit:
     if config.start_from:
         return scheme
 
-    sites = nnx.merge(model.graphdef, model.params, model.model_state).sites()
-    if not sites and config.attention_init.name != "default":
-        print(f"note: config.model.name={config.model.name} has no sites, so no scheme is used")
-
     def initialize(params, model_state, rng):
-        nnx.merge(model.graphdef, params, model_state).initialize_attention(scheme, rng)
+        network = nnx.merge(model.graphdef, params, model_state)
+        stacks = network.initialize_attention(scheme, rng)
+        if not stacks and config.attention_init.name != "default":
+            print(f"note: config.model.name={config.model.name} has no sites, so no scheme is used")
 
     rng = jax.eval_shape(jax.random.key, 0)
     with prefixed("config.attention_init: "):
