@@ -149,6 +149,18 @@ def test_weights_and_schemes_that_do_not_fit_are_refused():
         ("query", weights.query[:1]),
         ("positions", weights.positions[:9]),
         ("bias", weights.query),
+        ("patch_bias", ONES[:9]),
     ):
         with pytest.raises(InputError, match=rf"^weights\.{name}"):
             write(state_dict("timm"), weights._replace(**{name: array}), num_heads=HEADS)
+    with pytest.raises(InputError, match=r"^attention_init returned NoneType for"):
+        write(state_dict("timm"), None, num_heads=HEADS)
+
+
+@pytest.mark.parametrize("params", [state_dict("timm"), without("pos_embed")])
+@pytest.mark.parametrize("field", ["positions", "position_scale"])
+def test_positions_that_the_model_does_not_store_are_not_set(params, field):
+    weights = AttentionWeights(**{field: 2.0 * sincos_positions(GRID, WIDTH)})
+    given = dict(num_heads=HEADS, positions=sincos_positions(GRID, WIDTH))
+    with pytest.raises(InputError, match=rf"^weights\.{field} "):
+        write(params, weights, **given)

@@ -165,3 +165,18 @@ def test_every_model_learns_from_every_scheme(family, name):
 def test_weights_that_would_be_broadcast_are_refused(family, weights, message):
     with pytest.raises(InputError, match=rf"weights\.{message}, but the model needs"):
         make(family).initialize_attention(lambda rng, site: weights, jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("family", "weights", "message"),
+    [
+        ("vit", None, "^attention_init returned NoneType for AttentionSite"),
+        ("swin", attention_init.TokenMixingWeights(), "^attention_init returned TokenMixing"),
+        ("mixer", attention_init.AttentionWeights(), "^attention_init returned AttentionWeights"),
+        ("convmixer", (np.ones((2, 3, 3, 16)),), "^attention_init returned tuple for ConvSite"),
+        ("vit", attention_init.AttentionWeights(bias=np.ones((2, 49, 2))), r"^weights\.bias"),
+    ],
+)
+def test_weights_of_another_kind_are_refused(family, weights, message):
+    with pytest.raises(InputError, match=message):
+        make(family).initialize_attention(lambda rng, site: weights, jax.random.key(0))

@@ -244,6 +244,37 @@ Weights = AttentionWeights | TokenMixingWeights | ConvWeights
 AttentionInit = Callable[[jax.Array, Site], Weights]
 
 
+def check_weights(weights: Any, site: Site) -> None:
+    """Raises `InputError` unless a scheme returned weights that its site can use."""
+    match site:
+        case TokenMixingSite():
+            expected = TokenMixingWeights
+        case ConvSite():
+            expected = ConvWeights
+        case _:
+            expected = AttentionWeights
+    kind = type(site).__name__
+    if not isinstance(weights, expected):
+        raise InputError(
+            f"attention_init returned {type(weights).__name__} for {kind}, but needs "
+            f"{expected.__name__}(…)"
+        )
+    if expected is not AttentionWeights:
+        return
+    if weights.bias is not None and not isinstance(site, WindowSite):
+        raise InputError(
+            f"weights.bias is for the bias tables of a WindowSite, not for {kind}: leave it None"
+        )
+    trainable = getattr(site, "positions_trainable", False)
+    for field in ("positions", "position_scale"):
+        if getattr(weights, field) is not None and not trainable:
+            raise InputError(
+                f"weights.{field} is for trainable positions, but the model of this {kind} has "
+                "none: leave it None, or use a model with a position table (a ViT with "
+                "positions='learned')"
+            )
+
+
 def check_shape(field: str, array: Any, expected: tuple[int, ...]) -> None:
     """Raises `InputError` unless a weight of a scheme has the shape that the model needs."""
     if np.shape(array) != expected:

@@ -17,7 +17,7 @@ from structinit_jax.attention_init import (
     WindowSite,
 )
 from structinit_jax.attention_init.draws import split_by_stack
-from structinit_jax.attention_init.sites import GRID, AttentionStack, check_shape
+from structinit_jax.attention_init.sites import GRID, AttentionStack, check_shape, check_weights
 from structinit_jax.errors import InputError, check_scheme, require
 from structinit_jax.interop.host import Grid, Host, find_hosts, square
 from structinit_jax.interop.layouts import (
@@ -91,7 +91,9 @@ def initialize(
         require("grid", grid, f"one of the windows {grids}, or left out", grids.__contains__)
     rngs = split_by_stack(rng, len(hosts))
     for host, site, site_rng in zip(hosts, sites, rngs, strict=True):
-        for name, new in _write(host, attention_init(site_rng, site), site.grid).items():
+        weights = attention_init(site_rng, site)
+        check_weights(weights, site)
+        for name, new in _write(host, weights, site.grid).items():
             check_array("params", name, leaves[name])
             leaves[name] = like(new, leaves[name])
     return rebuild(leaves)
@@ -238,6 +240,7 @@ def _write(host: Host, weights: AttentionWeights, grid: Grid) -> Leaves:
             rows = weights.position_scale * jnp.asarray(rows, jnp.float32)
         new[table.name] = rows.reshape(host.leaves[table.name].shape)
     if weights.patch_bias is not None:
+        check_shape("patch_bias", weights.patch_bias, (host.width,))
         name = host.patch_bias()
         new[name] = weights.patch_bias.reshape(host.leaves[name].shape)
     return new
