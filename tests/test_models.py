@@ -48,6 +48,8 @@ def test_signatures_have_the_fields_with_their_defaults():
 def test_unknown_names_are_refused_with_similar_ones():
     with pytest.raises(InputError, match=r"^name='swin_tiny_224' is unknown: did you mean"):
         default_config("swin_tiny_224")
+    with pytest.raises(InputError, match=r"^name=None must"):
+        create_model({}, channels=3, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -55,6 +57,8 @@ def test_variants_have_timms_parameter_counts(name):
     options = default_config(name)
     check_fields(options)
     model = nnx.eval_shape(lambda: create_model(options, channels=3, rngs=nnx.Rngs(0)))
+    short = nnx.eval_shape(lambda: create_model({"name": name}, channels=3, rngs=nnx.Rngs(0)))
+    assert nnx.state(short) == nnx.state(model)
     expected = COUNTS.get(name)  # those of the papers are not in timm
     assert expected in (None, parameter_overview.count_parameters(split_model(model)[1]))
     assert expected or name.endswith("patch2_32") or name.startswith("convmixer_")
