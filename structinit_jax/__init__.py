@@ -40,3 +40,6 @@ with epy.lazy_api_imports(
     from structinit_jax.models.model import Model
     from structinit_jax.models.timm import from_timm, select_weights, to_timm
     from structinit_jax.training.train import train
+
+del epy  # not a public name
+__all__ = [name for name in __dir__() if not name.startswith("_")]
