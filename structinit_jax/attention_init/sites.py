@@ -40,6 +40,12 @@ class _Site:
     def __post_init__(self):
         check_fields(type(self), vars(self), f"{type(self).__name__}.")
 
+
+class _GridSite(_Site):
+    """Base of the sites with a grid of tokens."""
+
+    grid: Grid
+
     @property
     def num_tokens(self) -> int:
         """Number of tokens N."""
@@ -47,7 +53,7 @@ class _Site:
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionStack(_Site):
+class AttentionStack(_GridSite):
     """Base of the sites of attention: a stack of equal layers over a grid of tokens."""
 
     grid: Grid
@@ -67,7 +73,7 @@ class AttentionStack(_Site):
         return AttentionStack(**values | {"qk_scale": float(self.qk_scale)})  # may be a JAX scalar
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class AttentionSite(AttentionStack):
     """Attention whose model adds positions to its tokens, as in ViT.
 
@@ -93,6 +99,10 @@ class AttentionSite(AttentionStack):
     positions: np.ndarray | jax.Array | None = None
     positions_trainable: bool = False
 
+    # The comparison of arrays has no single truth value; `sizes` are compared by value.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
     def __post_init__(self):
         super().__post_init__()
         expected = (self.num_tokens, self.width)
@@ -117,7 +127,7 @@ class WindowSite(AttentionStack):
     """
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class RotarySite(AttentionStack):
     """Attention that rotates queries and keys (RoPE), in a model that adds no positions.
 
@@ -137,9 +147,13 @@ class RotarySite(AttentionStack):
     The other arguments are those of `AttentionSite`.
     """
 
+    width: AtLeastTwo  # `impulse` needs a vector of mean zero
     _: dataclasses.KW_ONLY
     angles: np.ndarray | jax.Array
     pairs: Literal["interleaved", "halves"] = "interleaved"
+
+    __eq__ = object.__eq__  # as in `AttentionSite`
+    __hash__ = object.__hash__
 
     def __post_init__(self):
         super().__post_init__()
@@ -153,24 +167,38 @@ class RotarySite(AttentionStack):
                 f"{heads} or 1, tokens = {self.num_tokens}, head_dim / 2 = {self.head_dim / 2:g}]: "
                 "leave out class and register tokens"
             )
+        if is_concrete(self.angles) and not np.isfinite(np.asarray(self.angles)).all():
+            raise InputError("RotarySite.angles are not all finite: pass angles in radians")
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenMixingSite(_Site):
-    """Stack of equal token-mixing MLPs with exact GELU, as in MLP-Mixer."""
+class TokenMixingSite(_GridSite):
+    """Stack of equal token-mixing MLPs with exact GELU, as in MLP-Mixer.
 
-    grid: Grid  # rows and columns of the N tokens, in row-major order
-    hidden: AtLeastTwo  # hidden units of one MLP
-    num_layers: PositiveInt  # L
+    Args:
+      grid: Rows and columns of the N tokens, in row-major order.
+      hidden: Number of hidden units of an MLP.
+      num_layers: Number of layers L.
+    """
+
+    grid: Grid
+    hidden: AtLeastTwo
+    num_layers: PositiveInt
 
 
 @dataclasses.dataclass(frozen=True)
 class ConvSite(_Site):
-    """Stack of equal depthwise convolutions, as in ConvMixer."""
+    """Stack of equal depthwise convolutions, as in ConvMixer.
 
-    kernel_size: PositiveInt  # height and width f, odd or even
-    width: PositiveInt  # channels D, each with its own filter
-    num_layers: PositiveInt  # L
+    Args:
+      kernel_size: Height and width f of the kernels, odd or even.
+      width: Number of channels D, each with its own filter.
+      num_layers: Number of layers L.
+    """
+
+    kernel_size: PositiveInt
+    width: PositiveInt
+    num_layers: PositiveInt
 
 
 # -- weights ---------------------------------------------------------------------------------------
@@ -178,6 +206,8 @@ class ConvSite(_Site):
 
 class SolveReport(NamedTuple):
     """How close the attention maps are to their targets, as scalars averaged over the filters.
+
+    On more than 1,024 tokens, `impulse` solves for a part of the rows, and reports on these.
 
     Attributes:
       loss: Mean squared difference between target and attention map.
@@ -303,7 +333,7 @@ def sincos_positions(
         "a multiple of 4, at least 8, for sin-cos positions: change it, or use learned positions "
         "and a scheme that keeps them, such as 'default' or mimetic(replace_positions=False)"
     )
-    require("width", width, needs, lambda d: d % 4 == 0 and d >= 8)
+    require("width", width, needs, lambda d: is_count(d, 8) and d % 4 == 0)
     require("grid", grid, *GRID)
     conventions = ("timm", "big_vision")
     require("convention", convention, f"one of {conventions}", conventions.__contains__)
