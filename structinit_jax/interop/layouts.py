@@ -67,7 +67,7 @@ def replace_rows(
     on_host = is_explicit and is_concrete(table) and is_concrete(rows)
     xp = np if on_host or stays_numpy(rows, table) else jnp
     table = xp.asarray(table)
-    # Such arrays allow neither `.at[...].set` nor empty slices outside `jax.set_mesh`.
+    # Arrays on such a mesh allow neither `.at[...].set` nor empty slices outside `jax.set_mesh`.
     stop = start + len(rows)
     before = [table[:start]] if start else []
     after = [table[stop:]] if stop < len(table) else []
@@ -236,9 +236,12 @@ def find_stacks(leaves: Leaves) -> list[Stack]:
     if stacks:
         return stacks
     similar = [n for n in leaves if re.search(r"att|qkv|query|q_proj|in_proj", n, re.IGNORECASE)]
+    if not similar:
+        names = ", ".join(list(leaves)[:6]) or "nothing"
+        raise InputError(f"params hold no attention layers that a scheme could set, only {names}")
     raise InputError(
         "params hold no attention layers with the names of a known project, only "
-        f"{', '.join((similar or list(leaves))[:6]) or 'nothing'}: if all layers have equal linear "
+        f"{', '.join(similar[:6])}: if all layers have equal linear "
         "projections from and to all channels, rename them for the call to timm's, "
         "blocks.0.attn.qkv.weight and blocks.0.attn.proj.weight, and transpose Flax kernels to "
         "torch's [out, in]; other attention is not supported"

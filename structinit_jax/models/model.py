@@ -5,6 +5,8 @@ Modules hold parameters and no random state, so they are plain pytrees. A call t
 layer axis on each variable.
 """
 
+from __future__ import annotations  # so that signatures show the names of checked types
+
 import inspect
 import operator
 from collections.abc import Mapping, Sequence
