@@ -207,7 +207,8 @@ class ConvSite(_Site):
 class SolveReport(NamedTuple):
     """How close the attention maps are to their targets, as scalars averaged over the filters.
 
-    On more than 1,024 tokens, `impulse` solves for a part of the rows, and reports on these.
+    At an `AttentionSite` of more than 1,024 tokens, `impulse` solves for a part of the rows, and
+    its report is about these.
 
     Attributes:
       loss: Mean squared difference between target and attention map.
