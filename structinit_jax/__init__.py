@@ -40,3 +40,5 @@ with epy.lazy_api_imports(
     from structinit_jax.models.model import Model
     from structinit_jax.models.timm import from_timm, select_weights, to_timm
     from structinit_jax.training.train import train
+
+del epy  # It is no public name.

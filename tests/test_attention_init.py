@@ -1,6 +1,7 @@
 """What all schemes have in common, and how `impulse` and the others check and pass on options."""
 
 import dataclasses
+import pickle
 import re
 
 import jax
@@ -149,3 +150,31 @@ def test_options_without_meaning_for_a_site_are_refused(site_type, options):
 def test_a_scheme_shows_its_options():
     scheme = attention_init.impulse(kernel_size=5, dilation=1)
     assert repr(scheme) == "impulse(kernel_size=5)"
+
+
+@pytest.mark.filterwarnings("ignore:only .* of the attention rows")
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_pickled_scheme_draws_the_same_weights(name, library_promotion):
+    options = OPTIONS.get((name, AttentionSite), {"replace_positions": False})
+    scheme = SCHEMES[name](**({} if name == "impulse_mimetic" else options))
+    again = pickle.loads(pickle.dumps(scheme))
+    assert repr(again) == repr(scheme)
+    weights = (each(RNG, SITES[AttentionSite]) for each in (scheme, again))
+    jax.tree.map(np.testing.assert_array_equal, *weights)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(filters=np.ones((3, 3))), r"^filters\.shape=\(3, 3\) must"),
+        (dict(filters=np.zeros((1, 3, 3))), "^filters .* positive"),
+        (dict(target_mass=1 - 1e-9), "^target_mass="),
+    ],
+)
+def test_options_that_no_map_can_follow_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        attention_init.impulse(**options)(RNG, SITES[WindowSite])
+
+
+def test_filters_may_have_half_precision():
+    attention_init.impulse(filters=np.ones((1, 3, 3), np.float16))

@@ -93,6 +93,7 @@ REFUSED = {  # what the message says, and the parameters
     r"attn\.proj\.bias has dtype int8": lambda: integers("blocks.1.attn.proj.bias"),
     "pos_embed has dtype int8": lambda: integers("pos_embed"),
     r"hold no attention layers .* blocks\.1\.attn\.proj": lambda: without("blocks.1.attn.qkv"),
+    r"hold no attention layers [^:]*, only fc\.weight$": lambda: shapes(fc=(8, 4)),
     "several stages is not supported": stages,
 }
 
@@ -110,7 +111,9 @@ def test_unusable_parameters_are_refused(message):
         ("^num_heads=None", dict(num_heads=None)),
         ("^grid=", dict(grid=(5, 5))),
         (r"^grid=\(14, 0\) must be", dict(grid=(14, 0))),
-        (r"^AttentionSite\.positions", dict(positions=np.zeros((1, 16, 8), np.float32))),
+        (r"^positions has shape \(1, 16, 8\)", dict(positions=np.zeros((1, 16, 8), np.float32))),
+        (r"^positions has shape \(197, 192\)", dict(positions=np.zeros((197, WIDTH)))),
+        (r"^positions has .* grid=\(3, 2\)", dict(positions=np.zeros((4, WIDTH)), grid=(3, 2))),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(message, options):
@@ -132,15 +135,16 @@ def test_rotary_positions_beside_a_table_are_reported():
     with pytest.warns(UserWarning, match=r"rope\.freqs rotates queries and keys"):
         interop.initialize(params, normal_scheme, RNG, num_heads=HEADS)
     del params["pos_embed"]
-    with pytest.raises(InputError, match=r"rope\.freqs rotates .* pass rotations="):
+    with pytest.raises(InputError, match=r"rope\.freqs rotates .* pass rotations=model"):
         interop.initialize(params, normal_scheme, RNG, num_heads=HEADS)
 
 
 @pytest.mark.parametrize("name", ["ls1.gamma", "gamma_1", "layer_scale1.lambda1", "scale1"])
 def test_a_layer_scale_that_hides_values_is_reported(name):
     params = state_dict("timm") | {f"blocks.0.{name}": 1e-5 * ONES}
-    with pytest.warns(UserWarning, match=rf"blocks\.0\.{name} .* LayerScale"):
+    with pytest.warns(UserWarning, match=rf"blocks\.0\.{name} .* LayerScale") as caught:
         interop.initialize(params, normal_scheme, RNG, num_heads=HEADS)
+    assert caught[0].filename == __file__
 
 
 def test_weights_and_schemes_that_do_not_fit_are_refused():
@@ -149,6 +153,18 @@ def test_weights_and_schemes_that_do_not_fit_are_refused():
         ("query", weights.query[:1]),
         ("positions", weights.positions[:9]),
         ("bias", weights.query),
+        ("patch_bias", ONES[:9]),
     ):
         with pytest.raises(InputError, match=rf"^weights\.{name}"):
             write(state_dict("timm"), weights._replace(**{name: array}), num_heads=HEADS)
+    with pytest.raises(InputError, match=r"^attention_init returned NoneType for"):
+        write(state_dict("timm"), None, num_heads=HEADS)
+
+
+@pytest.mark.parametrize("params", [state_dict("timm"), without("pos_embed")])
+@pytest.mark.parametrize("field", ["positions", "position_scale"])
+def test_positions_that_the_model_does_not_store_are_not_set(params, field):
+    weights = AttentionWeights(**{field: 2.0 * sincos_positions(GRID, WIDTH)})
+    given = dict(num_heads=HEADS, positions=sincos_positions(GRID, WIDTH))
+    with pytest.raises(InputError, match=rf"^weights\.{field} "):
+        write(params, weights, **given)

@@ -197,6 +197,24 @@ def test_dtypes_and_shardings_stay():
     assert new["pos_embedding"].sharding == replicated
 
 
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [("blocks.0.attn.qkv.weight", ("data",)), ("pos_embed", (None, None, "data"))],
+)
+def test_arrays_on_a_mesh_with_explicit_axes(name, spec):
+    params = state_dict("timm")
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    on_mesh = params | {name: jax.device_put(params[name], sharding)}
+    expected = interop.initialize(params, normal_scheme, RNG, num_heads=3)[name]
+    eager = interop.initialize(on_mesh, normal_scheme, RNG, num_heads=3)[name]
+    with jax.set_mesh(mesh):
+        inside = interop.initialize(on_mesh, normal_scheme, RNG, num_heads=3)[name]
+    for new in (eager, inside):
+        assert new.sharding == sharding
+        np.testing.assert_array_equal(new, expected)
+
+
 def test_a_given_grid_need_not_be_square():
     tree = linen_tree("big_vision")
     tree["pos_embedding"] = jnp.zeros((1, 12, WIDTH))

@@ -48,6 +48,8 @@ def test_signatures_have_the_fields_with_their_defaults():
 def test_unknown_names_are_refused_with_similar_ones():
     with pytest.raises(InputError, match=r"^name='swin_tiny_224' is unknown: did you mean"):
         default_config("swin_tiny_224")
+    with pytest.raises(InputError, match=r"^name=None must"):
+        create_model({}, channels=3, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -55,6 +57,8 @@ def test_variants_have_timms_parameter_counts(name):
     options = default_config(name)
     check_fields(options)
     model = nnx.eval_shape(lambda: create_model(options, channels=3, rngs=nnx.Rngs(0)))
+    short = nnx.eval_shape(lambda: create_model({"name": name}, channels=3, rngs=nnx.Rngs(0)))
+    assert nnx.state(short) == nnx.state(model)
     expected = COUNTS.get(name)  # those of the papers are not in timm
     assert expected in (None, parameter_overview.count_parameters(split_model(model)[1]))
     assert expected or name.endswith("patch2_32") or name.startswith("convmixer_")
@@ -164,4 +168,19 @@ def test_every_model_learns_from_every_scheme(family, name):
 )
 def test_weights_that_would_be_broadcast_are_refused(family, weights, message):
     with pytest.raises(InputError, match=rf"weights\.{message}, but the model needs"):
+        make(family).initialize_attention(lambda rng, site: weights, jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("family", "weights", "message"),
+    [
+        ("vit", None, "^attention_init returned NoneType for AttentionSite"),
+        ("swin", attention_init.TokenMixingWeights(), "^attention_init returned TokenMixing"),
+        ("mixer", attention_init.AttentionWeights(), "^attention_init returned AttentionWeights"),
+        ("convmixer", (np.ones((2, 3, 3, 16)),), "^attention_init returned tuple for ConvSite"),
+        ("vit", attention_init.AttentionWeights(bias=np.ones((2, 49, 2))), r"^weights\.bias"),
+    ],
+)
+def test_weights_of_another_kind_are_refused(family, weights, message):
+    with pytest.raises(InputError, match=message):
         make(family).initialize_attention(lambda rng, site: weights, jax.random.key(0))

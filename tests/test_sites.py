@@ -1,6 +1,9 @@
+import inspect
+
 import numpy as np
 import pytest
 
+import structinit_jax as si
 from structinit_jax.attention_init.sites import sincos_positions
 from structinit_jax.errors import InputError
 
@@ -15,7 +18,26 @@ def test_sincos_channels_of_the_big_vision_convention_are_sin_x_cos_x_sin_y_cos_
         sincos_positions((3, 5), 16, convention="mae")
 
 
-@pytest.mark.parametrize("width", [4, 18])
+@pytest.mark.parametrize("width", [4, 18, 8.0])
 def test_widths_that_sincos_cannot_encode_are_refused(width):
     with pytest.raises(InputError, match=rf"width={width} .*learned"):
-        sincos_positions((4, 4), width)
+        inspect.unwrap(sincos_positions)((4, 4), width)  # without the type check of the tests
+
+
+@pytest.mark.parametrize("head_dim", [0, -4, 4.0, 6])
+def test_head_dimensions_that_rotary_angles_cannot_have_are_refused(head_dim):
+    with pytest.raises(InputError, match=rf"^head_dim={head_dim} "):
+        inspect.unwrap(si.rotary_angles)((4, 4), head_dim)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("width", 1), ("angles", np.full((1, 1, 6, 2), np.nan))]
+)
+def test_rotary_sites_that_no_scheme_can_serve_are_refused(field, value):
+    fields = dict(width=8, angles=si.rotary_angles((2, 3), 4)) | {field: value}
+    with pytest.raises(InputError, match=rf"^RotarySite\.{field}"):
+        si.RotarySite((2, 3), num_heads=2, head_dim=4, num_layers=1, qk_scale=0.5, **fields)
+
+
+def test_convolutions_have_no_tokens():
+    assert not hasattr(si.ConvSite(3, 8, 1), "num_tokens")

@@ -4,7 +4,7 @@ import pytest
 from scipy.special import softmax
 
 from structinit_jax.attention_init import solve
-from structinit_jax.attention_init.sites import layer_norm, sincos_positions
+from structinit_jax.attention_init.sites import SolveReport, layer_norm, sincos_positions
 from structinit_jax.attention_init.targets import filter_maps
 
 GRID, WIDTH, HEAD_DIM, NORM = (8, 8), 48, 16, 1.0
@@ -74,3 +74,15 @@ def test_part_of_the_rows_determines_the_solution(solved, monkeypatch):
     *factors, _ = solve_bank(z, targets, norm=NORM, steps=solve.STEPS + 1)  # not the cached program
     loss = np.mean((targets - attention_maps(z, *factors)) ** 2)
     np.testing.assert_allclose(loss, bank[2].loss, rtol=0.15)
+
+
+@pytest.mark.parametrize(
+    ("report", "advice"),
+    [
+        (SolveReport(np.nan, np.nan, 0.3, 0.0), "positions or angles"),
+        (SolveReport(0.1, 0.3, 0.3, 0.5), "larger target_mass"),
+        (SolveReport(0.1, 0.7, 0.9999, 1.0), "smaller target_mass"),
+    ],
+)
+def test_a_warning_says_what_helps(report, advice):
+    assert advice in solve.reach_warning(report)

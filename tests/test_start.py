@@ -22,6 +22,7 @@ def test_heavy_libraries_are_imported_only_where_they_are_used():
 import sys
 import structinit_jax
 assert not (found := {{"jax", "numpy"}} & set(sys.modules)), found
+assert "impulse" in dir(structinit_jax) and "epy" not in dir(structinit_jax)
 import structinit_jax.attention_init
 assert not (found := {core} & set(sys.modules)), found
 import structinit_jax.interop

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from structinit_jax.attention_init import draws, solve
 from structinit_jax.attention_init.sites import GRID, AttentionWeights, RotarySite, SolveReport
 from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps
-from structinit_jax.errors import require
+from structinit_jax.errors import is_count, require
 
 START_NORM = 3.0  # The root of the sum of |c| at the start; most grids need about this.
 MAX_ROWS = 64  # More rows of a map would pose the same problem at other places.
@@ -41,7 +41,7 @@ def rotary_angles(
         "a multiple of 4 for rotary positions, two pairs of channels for rows and columns: change "
         "the width or the number of heads"
     )
-    require("head_dim", head_dim, needs, lambda d: d % 4 == 0)
+    require("head_dim", head_dim, needs, lambda d: is_count(d) and d % 4 == 0)
     require("grid", grid, *GRID)
     quarter = head_dim // 4
     frequencies = temperature ** -(np.arange(quarter) / quarter)

@@ -40,6 +40,12 @@ class _Site:
     def __post_init__(self):
         check_fields(type(self), vars(self), f"{type(self).__name__}.")
 
+
+class _GridSite(_Site):
+    """Base of the sites with a grid of tokens."""
+
+    grid: Grid
+
     @property
     def num_tokens(self) -> int:
         """Number of tokens N."""
@@ -47,7 +53,7 @@ class _Site:
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionStack(_Site):
+class AttentionStack(_GridSite):
     """Base of the sites of attention: a stack of equal layers over a grid of tokens."""
 
     grid: Grid
@@ -137,6 +143,7 @@ class RotarySite(AttentionStack):
     The other arguments are those of `AttentionSite`.
     """
 
+    width: AtLeastTwo  # `impulse` needs a vector of mean zero
     _: dataclasses.KW_ONLY
     angles: np.ndarray | jax.Array
     pairs: Literal["interleaved", "halves"] = "interleaved"
@@ -153,24 +160,38 @@ class RotarySite(AttentionStack):
                 f"{heads} or 1, tokens = {self.num_tokens}, head_dim / 2 = {self.head_dim / 2:g}]: "
                 "leave out class and register tokens"
             )
+        if is_concrete(self.angles) and not np.isfinite(np.asarray(self.angles)).all():
+            raise InputError("RotarySite.angles are not all finite: pass angles in radians")
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenMixingSite(_Site):
-    """Stack of equal token-mixing MLPs with exact GELU, as in MLP-Mixer."""
+class TokenMixingSite(_GridSite):
+    """Stack of equal token-mixing MLPs with exact GELU, as in MLP-Mixer.
 
-    grid: Grid  # rows and columns of the N tokens, in row-major order
-    hidden: AtLeastTwo  # hidden units of one MLP
-    num_layers: PositiveInt  # L
+    Args:
+      grid: Rows and columns of the N tokens, in row-major order.
+      hidden: Number of hidden units of an MLP.
+      num_layers: Number of layers L.
+    """
+
+    grid: Grid
+    hidden: AtLeastTwo
+    num_layers: PositiveInt
 
 
 @dataclasses.dataclass(frozen=True)
 class ConvSite(_Site):
-    """Stack of equal depthwise convolutions, as in ConvMixer."""
+    """Stack of equal depthwise convolutions, as in ConvMixer.
 
-    kernel_size: PositiveInt  # height and width f, odd or even
-    width: PositiveInt  # channels D, each with its own filter
-    num_layers: PositiveInt  # L
+    Args:
+      kernel_size: Height and width f of the kernels, odd or even.
+      width: Number of channels D, each with its own filter.
+      num_layers: Number of layers L.
+    """
+
+    kernel_size: PositiveInt
+    width: PositiveInt
+    num_layers: PositiveInt
 
 
 # -- weights ---------------------------------------------------------------------------------------
@@ -178,6 +199,9 @@ class ConvSite(_Site):
 
 class SolveReport(NamedTuple):
     """How close the attention maps are to their targets, as scalars averaged over the filters.
+
+    At an `AttentionSite` of more than 1,024 tokens, `impulse` solves for a part of the rows, and
+    its report is about these.
 
     Attributes:
       loss: Mean squared difference between target and attention map.
@@ -244,6 +268,37 @@ Weights = AttentionWeights | TokenMixingWeights | ConvWeights
 AttentionInit = Callable[[jax.Array, Site], Weights]
 
 
+def check_weights(weights: Any, site: Site) -> None:
+    """Raises `InputError` unless a scheme returned weights that its site can use."""
+    match site:
+        case TokenMixingSite():
+            expected = TokenMixingWeights
+        case ConvSite():
+            expected = ConvWeights
+        case _:
+            expected = AttentionWeights
+    kind = type(site).__name__
+    if not isinstance(weights, expected):
+        raise InputError(
+            f"attention_init returned {type(weights).__name__} for {kind}, but needs "
+            f"{expected.__name__}(…)"
+        )
+    if expected is not AttentionWeights:
+        return
+    if weights.bias is not None and not isinstance(site, WindowSite):
+        raise InputError(
+            f"weights.bias is for the bias tables of a WindowSite, not for {kind}: leave it None"
+        )
+    trainable = getattr(site, "positions_trainable", False)
+    for field in ("positions", "position_scale"):
+        if getattr(weights, field) is not None and not trainable:
+            raise InputError(
+                f"weights.{field} is for trainable positions, but the model of this {kind} has "
+                "none: leave it None, or use a model with a position table (a ViT with "
+                "positions='learned')"
+            )
+
+
 def check_shape(field: str, array: Any, expected: tuple[int, ...]) -> None:
     """Raises `InputError` unless a weight of a scheme has the shape that the model needs."""
     if np.shape(array) != expected:
@@ -272,7 +327,7 @@ def sincos_positions(
         "a multiple of 4, at least 8, for sin-cos positions: change it, or use learned positions "
         "and a scheme that keeps them, such as 'default' or mimetic(replace_positions=False)"
     )
-    require("width", width, needs, lambda d: d % 4 == 0 and d >= 8)
+    require("width", width, needs, lambda d: is_count(d, 8) and d % 4 == 0)
     require("grid", grid, *GRID)
     conventions = ("timm", "big_vision")
     require("convention", convention, f"one of {conventions}", conventions.__contains__)

@@ -197,9 +197,10 @@ def require_above_uniform(target_mass: float, targets: Float[np.ndarray, "F N N"
     rows = (targets.max(axis=-1) > 0).sum(axis=-1)
     uniform = (np.minimum(targets, 1 / targets.shape[-1]).sum(axis=(1, 2)) / rows).max()
     if target_mass <= uniform:
+        larger = "a larger one, " if uniform < 0.99 else ""
         raise InputError(
             f"target_mass={target_mass} must be above {uniform:.3g}, that of uniform attention on "
-            "these targets: pass a larger one, a larger grid, or filters with fewer taps"
+            f"these targets: pass {larger}a larger grid, or filters with fewer taps"
         )
 
 
@@ -300,16 +301,19 @@ def report_on_maps(
 
 def reach_warning(report: SolveReport) -> str | None:
     """Returns a warning if the maps are far from their targets, else None."""
+    if not np.isfinite(report.loss):
+        return f"the solve ended with a loss of {report.loss}: check the site's positions or angles"
     if report.hit_rate < MIN_HIT_RATE:
-        found = f"only {100 * report.hit_rate:.0f} % of the attention rows peak on their target"
-    elif report.target_mass < MIN_MASS * report.wanted_mass:
-        found = (
-            f"the targets get {report.target_mass:.3g} of the attention, less than "
-            f"target_mass={report.wanted_mass:.3g}"
+        return (
+            f"only {100 * report.hit_rate:.0f} % of the attention rows peak on their target: use "
+            "heads of more channels, a smaller kernel, for filters of several taps a larger "
+            "target_mass, for impulse_2024 more max_steps, or for impulse_2025 a new model with "
+            "learned positions"
         )
-    else:
-        return None
-    return (
-        f"{found}: use fewer heads (so that each has more channels), a smaller kernel, or for "
-        "impulse_2025 a new model with learned positions"
-    )
+    if report.target_mass < MIN_MASS * report.wanted_mass:
+        return (
+            f"the targets get {report.target_mass:.3g} of the attention, less than "
+            f"target_mass={report.wanted_mass:.3g}: use a smaller target_mass, heads of more "
+            "channels, or a smaller kernel"
+        )
+    return None

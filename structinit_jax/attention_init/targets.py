@@ -11,12 +11,14 @@ from structinit_jax.attention_init.draws import permutations
 from structinit_jax.errors import Check, InputError, is_count
 
 OddInt = Annotated[int, Check("an odd positive whole number", lambda x: is_count(x) and x % 2 == 1)]
-OpenFraction = Annotated[int | float, Check("a number between 0 and 1", lambda x: 0 < x < 1)]
+OpenFraction = Annotated[
+    int | float, Check("a number above 0, at most 0.9999", lambda x: 0 < x <= 0.9999)
+]
 FilterArray = Annotated[
     np.ndarray | jax.Array,
     Check(
         "an array of kernels [F, f, f] of numbers from -1e7 to 1e7",
-        lambda x: np.ndim(x) == 3 and np.size(x) > 0 and np.abs(x).max() <= 1e7,
+        lambda x: np.ndim(x) == 3 and np.size(x) > 0 and float(np.abs(x).max()) <= 1e7,
     ),
 ]
 
@@ -29,17 +31,19 @@ def filter_kernels(
     """Returns the distinct kernels of a stack, impulses or `filters`, as `place_kernels` does.
 
     On a single row or column of tokens, the impulses are those along it. Raises `InputError` for
-    filters of even size or with negative values.
+    filters of even size, with negative values, or all zero.
     """
     if filters is None:
         height, width = (1 if side == 1 else kernel_size for side in grid)
         kernels = impulse_kernels(height, width)
     else:
         kernels = np.asarray(filters, np.float32)
-        if kernels.shape[1] != kernels.shape[2] or kernels.shape[1] % 2 == 0 or kernels.min() < 0:
+        _, height, width = kernels.shape
+        has_values = kernels.min() >= 0 and kernels.any(axis=(1, 2)).all()
+        if height != width or height % 2 == 0 or not has_values:
             raise InputError(
                 f"filters of shape {kernels.shape}: needs kernels [F, f, f] with odd f and no "
-                "negative values"
+                "negative values, each with a positive one"
             )
     return place_kernels(kernels, grid, dilation)
 

@@ -1,7 +1,8 @@
 """Writes attention schemes into other projects' models."""
 
+from __future__ import annotations  # so that signatures show the names of checked types
+
 import math
-import warnings
 from typing import Any
 
 import jax
@@ -17,8 +18,8 @@ from structinit_jax.attention_init import (
     WindowSite,
 )
 from structinit_jax.attention_init.draws import split_by_stack
-from structinit_jax.attention_init.sites import GRID, AttentionStack, check_shape
-from structinit_jax.errors import InputError, check_scheme, require
+from structinit_jax.attention_init.sites import GRID, AttentionStack, check_shape, check_weights
+from structinit_jax.errors import InputError, check_scheme, require, warn
 from structinit_jax.interop.host import Grid, Host, find_hosts, square
 from structinit_jax.interop.layouts import (
     Leaves,
@@ -31,6 +32,10 @@ from structinit_jax.interop.layouts import (
 
 # Tolerance for rotations from one token to the next, computed from bfloat16 sines and cosines.
 ROUNDING = 0.05
+ROTATIONS = (
+    "model.eval().rope.get_embed(shape=grid) (timm) or "
+    "model.eval().rope_embeddings(pixel_values) (Hugging Face)"
+)
 
 
 def initialize(
@@ -83,15 +88,15 @@ def initialize(
         require("grid", grid, *GRID)
     leaves, rebuild = flatten(params)
     hosts = find_hosts(leaves, num_heads)
-    sites = []
-    for host in hosts:  # In a comprehension, warnings would not show the caller's line.
-        sites.append(_find_site(host, grid, as_array(positions), rotations))
+    sites = [_find_site(host, grid, as_array(positions), rotations) for host in hosts]
     if grid is not None:
         grids = [site.grid for site in sites]
         require("grid", grid, f"one of the windows {grids}, or left out", grids.__contains__)
     rngs = split_by_stack(rng, len(hosts))
     for host, site, site_rng in zip(hosts, sites, rngs, strict=True):
-        for name, new in _write(host, attention_init(site_rng, site), site.grid).items():
+        weights = attention_init(site_rng, site)
+        check_weights(weights, site)
+        for name, new in _write(host, weights, site.grid).items():
             check_array("params", name, leaves[name])
             leaves[name] = like(new, leaves[name])
     return rebuild(leaves)
@@ -106,11 +111,10 @@ def _find_site(
     """Returns the site of a model's attention layers; for arguments and errors see `initialize`."""
     host.require_assumptions()
     if scale := host.layer_scale():
-        warnings.warn(
+        warn(
             f"params: {scale} makes the attention's output so small that the scheme's values and "
             "projections hardly matter: build the model without LayerScale (in timm, "
-            "init_values=None), unless only the maps matter",
-            stacklevel=3,
+            "init_values=None), unless only the maps matter"
         )
     if host.bias_tables:
         return WindowSite(grid=_find_window(host, grid), **host.sizes())
@@ -128,18 +132,22 @@ def _find_site(
     if rotary is not None:
         if host.position_table(grid) is None:
             raise InputError(
-                f"params: {rotary} rotates queries and keys: pass rotations="
-                "model.eval().rope.get_embed(shape=grid) (timm) or "
-                "model.eval().rope_embeddings(pixel_values) (Hugging Face)"
+                f"params: {rotary} rotates queries and keys: pass rotations={ROTATIONS}"
             )
-        warnings.warn(
+        warn(
             f"params: {rotary} rotates queries and keys, which moves the scheme's maps: measure "
-            "them",
-            stacklevel=3,
+            "them"
         )
     if positions is not None:
-        grid = grid or square(len(positions))  # the site refuses None
-        return AttentionSite(grid=grid, **host.sizes(), positions=positions)
+        shape = np.shape(positions)
+        filled = grid or square(shape[0] if shape else 0)
+        if filled is None or shape != (math.prod(filled), host.width):
+            raise InputError(
+                f"positions has shape {shape} with grid={grid}, but needs [N, {host.width}] for N "
+                "image tokens: leave out class and register tokens, and pass grid=(rows, cols) if "
+                "the others do not fill a square"
+            )
+        return AttentionSite(grid=filled, **host.sizes(), positions=positions)
     if table is not None:
         return AttentionSite(
             grid=table.grid,
@@ -150,8 +158,9 @@ def _find_site(
     if grid is not None:
         return AttentionSite(grid=grid, **host.sizes())  # some schemes need no positions
     raise InputError(
-        f"positions: params hold no position table of width {host.width}: pass positions=[N, D] or "
-        "rotations, or for a scheme that needs none ('mimetic') grid=(rows, cols)"
+        f"positions: params hold no position table of width {host.width}: pass positions=[N, D]; "
+        f"or in a model that rotates queries and keys, rotations={ROTATIONS}; or for a scheme that "
+        "needs none ('mimetic') grid=(rows, cols)"
     )
 
 
@@ -238,6 +247,7 @@ def _write(host: Host, weights: AttentionWeights, grid: Grid) -> Leaves:
             rows = weights.position_scale * jnp.asarray(rows, jnp.float32)
         new[table.name] = rows.reshape(host.leaves[table.name].shape)
     if weights.patch_bias is not None:
+        check_shape("patch_bias", weights.patch_bias, (host.width,))
         name = host.patch_bias()
         new[name] = weights.patch_bias.reshape(host.leaves[name].shape)
     return new

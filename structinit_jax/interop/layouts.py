@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import AxisType
 from jaxtyping import Array, Float, Shaped
 
+from structinit_jax.attention_init.sites import is_concrete
 from structinit_jax.errors import InputError
 
 FIELDS = ("query", "key", "value", "out")
@@ -60,9 +62,12 @@ def replace_rows(
     table: Shaped[Array | np.ndarray, "R *k"], rows: Float[Array | np.ndarray, "r *k"], start: int
 ) -> Shaped[Array | np.ndarray, "R *k"]:
     """Returns a table with other rows from `start` on, in the table's dtype."""
-    xp = np if stays_numpy(rows, table) else jnp
-    # Arrays on a mesh with explicit axes allow neither `.at[...].set` nor empty slices outside
-    # `jax.set_mesh`.
+    # On a mesh with explicit axes, parts of a table that are sharded differently cannot be joined.
+    is_explicit = AxisType.Explicit in jax.typeof(table).sharding.mesh.axis_types
+    on_host = is_explicit and is_concrete(table) and is_concrete(rows)
+    xp = np if on_host or stays_numpy(rows, table) else jnp
+    table = xp.asarray(table)
+    # Arrays on such a mesh allow neither `.at[...].set` nor empty slices outside `jax.set_mesh`.
     stop = start + len(rows)
     before = [table[:start]] if start else []
     after = [table[stop:]] if stop < len(table) else []
@@ -231,9 +236,12 @@ def find_stacks(leaves: Leaves) -> list[Stack]:
     if stacks:
         return stacks
     similar = [n for n in leaves if re.search(r"att|qkv|query|q_proj|in_proj", n, re.IGNORECASE)]
+    if not similar:
+        names = ", ".join(list(leaves)[:6]) or "nothing"
+        raise InputError(f"params hold no attention layers that a scheme could set, only {names}")
     raise InputError(
         "params hold no attention layers with the names of a known project, only "
-        f"{', '.join((similar or list(leaves))[:6]) or 'nothing'}: if all layers have equal linear "
+        f"{', '.join(similar[:6])}: if all layers have equal linear "
         "projections from and to all channels, rename them for the call to timm's, "
         "blocks.0.attn.qkv.weight and blocks.0.attn.proj.weight, and transpose Flax kernels to "
         "torch's [out, in]; other attention is not supported"

@@ -32,8 +32,13 @@ def default_config(name: str) -> dict[str, Any]:
     as 'module:Class' (see `model.Model`). Raises `InputError` for other names.
     """
     family, changes = VARIANTS.get(name, (name, {}))
-    model = errors.find(family, FAMILIES | VARIANTS, "name")
-    return {"name": family} | model.default_config() | changes
+    return {"name": family} | _find_model(family).default_config() | changes
+
+
+def _find_model(name: str | None) -> type[Model]:
+    needs = "the name of a model, such as 'vit' or 'vit_tiny_patch16_224'"
+    errors.require("name", name, needs, lambda name: isinstance(name, str))
+    return errors.find(name, FAMILIES | VARIANTS, "name")
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
@@ -53,7 +58,7 @@ def create_model(
     `model.initialize_attention(scheme, rng)` then writes a scheme's values into the model.
 
     Args:
-      options: The `name` of the family and fields of its `default_config`.
+      options: The `name` of a model, as in `default_config`, and fields in place of its defaults.
       image_size: Height and width of the images in pixels. None takes the options' `image_size`.
       channels: Number of channels of the images.
       rngs: Random streams.
@@ -62,7 +67,9 @@ def create_model(
       InputError: The model is unknown, or its sizes do not fit each other.
     """
     options = dict(options)
-    model = errors.find(options.pop("name"), FAMILIES, "name")
+    name = options.pop("name", None)
+    family, changes = VARIANTS.get(name, (name, {}))
+    options = {**changes, **options}
     if image_size is not None:
         options["image_size"] = image_size
-    return model(**options, channels=channels, rngs=rngs)
+    return _find_model(family)(**options, channels=channels, rngs=rngs)

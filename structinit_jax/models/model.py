@@ -5,6 +5,8 @@ Modules hold parameters and no random state, so they are plain pytrees. A call t
 layer axis on each variable.
 """
 
+from __future__ import annotations  # so that signatures show the names of checked types
+
 import inspect
 import operator
 from collections.abc import Mapping, Sequence
@@ -23,8 +25,8 @@ from structinit_jax.attention_init import (
     Weights,
 )
 from structinit_jax.attention_init.draws import split_by_stack
-from structinit_jax.attention_init.sites import check_shape
-from structinit_jax.errors import InputError, PositiveInt, check_scheme, require
+from structinit_jax.attention_init.sites import check_shape, check_weights
+from structinit_jax.errors import PositiveInt, check_scheme, require
 from structinit_jax.models.layers import RESIDUAL, Rng, StackedBlock, set_weight
 
 _KEEP_LINEAR = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -155,6 +157,7 @@ class Model(nnx.Module):
         stacks = zip(sites.items(), split_by_stack(rng, len(sites)), strict=True)
         weights = {name: scheme(stack_rng, site) for (name, site), stack_rng in stacks}
         for name, of_stack in weights.items():
+            check_weights(of_stack, sites[name])
             if isinstance(of_stack, AttentionWeights):
                 self._set_positions(sites[name], of_stack)
                 if of_stack.patch_bias is not None:
@@ -165,13 +168,6 @@ class Model(nnx.Module):
     def _set_positions(self, site: Site, weights: AttentionWeights) -> None:
         positions = weights.positions
         scale = weights.position_scale
-        if positions is None and scale is None:
-            return
-        if not getattr(site, "positions_trainable", False):
-            raise InputError(
-                "the scheme sets the position encoding, but this model has no trainable one: use a "
-                "ViT with positions='learned'"
-            )
         if positions is not None:
             check_shape("positions", positions, (site.num_tokens, site.width))
             # The position of a class token comes first and is kept.
