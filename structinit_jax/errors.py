@@ -77,9 +77,9 @@ class StoppedError(RuntimeError):
 
 
 def warn(message: str) -> None:
-    """Warns at the caller's line, the first one outside of this package and of those that call it.
+    """Warns at the user's line: the first caller outside this package, Flax and jaxtyping.
 
-    Flax builds the modules; jaxtyping checks our functions, if a user asks it to.
+    Flax constructs our modules, and jaxtyping checks our functions if a user asks it to.
     """
     frame = sys._getframe(1)
     level = 2

@@ -48,6 +48,8 @@ def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> No
     `data_dir`. Raises `InputError` if the name is unknown, or if it cannot be prepared.
     """
     if name in OPENERS or is_reference(name):
+        if manual_dir:
+            raise InputError(f"--manual_dir is for data sets of TFDS, not for --name={name}")
         return
     builder = find_builder(name, data_dir and os.path.expanduser(data_dir))
     if builder.data_path.exists():

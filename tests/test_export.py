@@ -79,15 +79,16 @@ def test_timms_arguments_name_every_size(options, name, arguments):
     assert (card["architecture"], card["model_args"]) == (name, sizes | arguments)
 
 
-def test_averaged_weights_are_named_so(run_config, monkeypatch, capsys):
-    run_config.ema_decay = 0.9
+@pytest.mark.parametrize(("decay", "kind"), [(0.0, "the weights"), (0.9, "the averaged weights")])
+def test_averaged_weights_are_named_so(decay, kind, run_config, monkeypatch, capsys):
+    run_config.ema_decay = decay
     monkeypatch.setattr(export.command_line, "read_config", lambda overrides: run_config)
     monkeypatch.setattr(export, "FLAGS", types.SimpleNamespace(step=None))
     monkeypatch.setattr(export.command_line, "required_workdir", lambda: "run")
     monkeypatch.setattr(export.command_line, "out_folder", Path)
     monkeypatch.setattr(export, "export", lambda *arguments: 12)
     export.main(())
-    assert "averaged weights of step 12" in capsys.readouterr().out
+    assert f"wrote {kind} of step 12" in capsys.readouterr().out
 
 
 def test_other_models_and_the_workdir_of_a_run_are_refused(run_config, finished_run):

@@ -79,6 +79,12 @@ def test_a_scan_in_one_step_recomputes_too():
     assert "prevent_cse=False" not in gradient_program("vit", depth=1, remat="full")
 
 
+def test_an_odd_stage_of_a_swin_is_scanned_by_pairs():
+    # An unrolled stage would keep the activations of all its blocks for one recomputation.
+    assert "prevent_cse=False" in gradient_program("swin", depths=(5, 1), remat="full")
+    assert "prevent_cse=False" not in gradient_program("swin", depths=(3, 1), remat="full")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_are_exported_for_every_batch_size(family):
     model = make(family)

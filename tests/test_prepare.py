@@ -79,3 +79,5 @@ def test_archives_are_taken_from_the_folder_of_the_flag(tmp_path, monkeypatch):
     prepare.prepare("imagenet2012", manual_dir="archives")
     assert called["download_config"].manual_dir == "archives"
     assert called["file_format"] == "array_record"
+    with pytest.raises(InputError, match="--manual_dir"):
+        prepare.prepare("folder", tmp_path, manual_dir="archives")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import structinit_jax as si
-from structinit_jax.attention_init.sites import sincos_positions
+from structinit_jax.attention_init.sites import check_weights, sincos_positions
 from structinit_jax.errors import InputError
 
 
@@ -28,6 +28,12 @@ def test_widths_that_sincos_cannot_encode_are_refused(width):
 def test_head_dimensions_that_rotary_angles_cannot_have_are_refused(head_dim):
     with pytest.raises(InputError, match=rf"^head_dim={head_dim} "):
         inspect.unwrap(si.rotary_angles)((4, 4), head_dim)
+
+
+def test_sites_of_the_users_own_take_weights_of_their_own():
+    check_weights((1.0,), object())
+    relative = type("RelativeSite", (si.AttentionSite,), {})((2, 3), 8, 2, 4, 1, 0.5)
+    check_weights(si.AttentionWeights(bias=np.zeros((1, 15, 2))), relative)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from safetensors.numpy import save_file
 
 from structinit_jax.config import make_attention_init
 from structinit_jax.errors import InputError
+from structinit_jax.models import default_config
 from structinit_jax.models.timm import to_timm
 from structinit_jax.models.vit import VisionTransformer
 from structinit_jax.training import build
@@ -97,6 +98,14 @@ def test_targets_out_of_reach_are_reported_once(tiny_config, heads, warned, caps
     tiny_config.attention_init.target_mass = 0.9
     start(tiny_config)
     assert capsys.readouterr().out.count("warning: only") == warned
+
+
+def test_windows_that_need_no_bias_are_not_warned_of(tiny_config, capsys):
+    sizes = dict(patch_size=4, depths=(1,), width=8, num_heads=(2,), window_size=2)
+    tiny_config.model = default_config("swin") | sizes | dict(num_classes=10)
+    tiny_config.attention_init.target_mass = 0.2  # Uniform attention has 0.25.
+    start(tiny_config)
+    assert "warning" not in capsys.readouterr().out
 
 
 def test_a_file_that_does_not_fit_is_refused(tiny_config, teacher, tmp_path):

@@ -56,7 +56,7 @@ from structinit_jax.attention_init.sites import (
     sincos_positions,
 )
 from structinit_jax.attention_init.solve import reach_warning
-from structinit_jax.attention_init.targets import FilterArray, OddInt, OpenFraction
+from structinit_jax.attention_init.targets import FilterArray, OddInt, TargetMass
 from structinit_jax.errors import (
     InputError,
     NonNegativeFloat,
@@ -73,7 +73,7 @@ def impulse(
     kernel_size: OddInt = 3,
     filters: FilterArray | None = None,
     dilation: PositiveInt = 1,
-    target_mass: OpenFraction = 0.3,
+    target_mass: TargetMass = 0.3,
     replace_positions: bool = True,
 ) -> AttentionInit:
     """The papers' method: every head of every layer starts as an impulse convolution.
@@ -129,7 +129,7 @@ def impulse_mimetic(
     kernel_size: OddInt = 3,
     filters: FilterArray | None = None,
     dilation: PositiveInt = 1,
-    target_mass: OpenFraction = 0.1,
+    target_mass: TargetMass = 0.1,
 ) -> AttentionInit:
     """Our variant: `impulse` in the first half of the layers, similar tokens in the second.
 
@@ -358,7 +358,7 @@ class _Scheme:
             weights = function(rng, site)
         report = getattr(weights, "report", None)
         # The bias of a window is exact, as far as so few tokens allow.
-        is_solved = report is not None and kind is not WindowSite
+        is_solved = report is not None and weights.bias is None
         if is_solved and is_concrete(report.hit_rate):
             message = reach_warning(report)
             if message:

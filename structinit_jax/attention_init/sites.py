@@ -268,15 +268,17 @@ Weights = AttentionWeights | TokenMixingWeights | ConvWeights
 AttentionInit = Callable[[jax.Array, Site], Weights]
 
 
-def check_weights(weights: Any, site: Site) -> None:
+def check_weights(weights: Any, site: Any) -> None:
     """Raises `InputError` unless a scheme returned weights that its site can use."""
     match site:
         case TokenMixingSite():
             expected = TokenMixingWeights
         case ConvSite():
             expected = ConvWeights
-        case _:
+        case AttentionStack():
             expected = AttentionWeights
+        case _:  # a site of the user's own
+            return
     kind = type(site).__name__
     if not isinstance(weights, expected):
         raise InputError(
@@ -285,7 +287,7 @@ def check_weights(weights: Any, site: Site) -> None:
         )
     if expected is not AttentionWeights:
         return
-    if weights.bias is not None and not isinstance(site, WindowSite):
+    if weights.bias is not None and type(site) in (AttentionSite, RotarySite):
         raise InputError(
             f"weights.bias is for the bias tables of a WindowSite, not for {kind}: leave it None"
         )

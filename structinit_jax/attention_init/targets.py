@@ -11,7 +11,7 @@ from structinit_jax.attention_init.draws import permutations
 from structinit_jax.errors import Check, InputError, is_count
 
 OddInt = Annotated[int, Check("an odd positive whole number", lambda x: is_count(x) and x % 2 == 1)]
-OpenFraction = Annotated[
+TargetMass = Annotated[
     int | float, Check("a number above 0, at most 0.9999", lambda x: 0 < x <= 0.9999)
 ]
 FilterArray = Annotated[

@@ -185,8 +185,8 @@ class HostLoader(Loader):
             return batch, [pool.submit(self._fill, batch, r, first, indices) for r in rows]
 
         started = map(start, steps)
-        ahead = collections.deque(itertools.islice(started, 2))
         try:
+            ahead = collections.deque(itertools.islice(started, 2))
             while ahead:
                 ahead.extend(itertools.islice(started, 1))  # Three batches are read at a time.
                 batch, tasks = ahead.popleft()

@@ -63,8 +63,12 @@ def replace_rows(
 ) -> Shaped[Array | np.ndarray, "R *k"]:
     """Returns a table with other rows from `start` on, in the table's dtype."""
     # On a mesh with explicit axes, parts of a table that are sharded differently cannot be joined.
-    is_explicit = AxisType.Explicit in jax.typeof(table).sharding.mesh.axis_types
-    on_host = is_explicit and is_concrete(table) and is_concrete(rows)
+    on_host = (
+        isinstance(table, jax.Array)
+        and is_concrete(table)
+        and is_concrete(rows)
+        and AxisType.Explicit in jax.typeof(table).sharding.mesh.axis_types
+    )
     xp = np if on_host or stays_numpy(rows, table) else jnp
     table = xp.asarray(table)
     # Arrays on such a mesh allow neither `.at[...].set` nor empty slices outside `jax.set_mesh`.

@@ -204,12 +204,13 @@ def run_stack(
     input. All give the same gradients up to rounding.
     """
     depth = len(drop_path_rates)
-    if depth % len(cycle):  # The last cycle would be incomplete, so all blocks make up one.
-        cycle = [cycle[i % len(cycle)] for i in range(depth)]
     period = len(cycle)
-    num_steps = depth // period
+    whole = depth - depth % period  # This many blocks are in whole cycles.
+    rates = jnp.asarray(drop_path_rates) if drop_path_rates.any() else None
+    rngs = None if rng is None else jax.random.split(rng, depth)
+    layers = (blocks, rates, rngs)
 
-    def step(x, layers):
+    def run_cycle(x, layers, cycle=cycle):
         outs = []
         for i, static in enumerate(cycle):
             block, rate, block_rng = jax.tree.map(operator.itemgetter(i), layers)
@@ -222,14 +223,17 @@ def run_stack(
 
     # Only outside loops can XLA merge what the backward pass recomputes with the forward pass, and
     # it unrolls a scan of one step.
-    step = jax.checkpoint(step, policy=REMAT_POLICIES[remat], prevent_cse=num_steps == 1)
-    rates = jnp.asarray(drop_path_rates) if drop_path_rates.any() else None
-    rngs = None if rng is None else jax.random.split(rng, depth)
-    layers = jax.tree.map(
-        lambda leaf: leaf.reshape(num_steps, period, *leaf.shape[1:]), (blocks, rates, rngs)
+    step = jax.checkpoint(run_cycle, policy=REMAT_POLICIES[remat], prevent_cse=whole == period)
+    steps = jax.tree.map(
+        lambda leaf: leaf[:whole].reshape(whole // period, period, *leaf.shape[1:]), layers
     )
-    x, outs = jax.lax.scan(step, x, layers)
-    out, statistics = jax.tree.map(lambda leaf: leaf.reshape(depth, *leaf.shape[2:]), outs)
+    x, outs = jax.lax.scan(step, x, steps)
+    outs = jax.tree.map(lambda leaf: leaf.reshape(whole, *leaf.shape[2:]), outs)
+    if whole < depth:  # The last cycle is incomplete.
+        rest = jax.tree.map(lambda leaf: leaf[whole:], layers)
+        x, last = run_cycle(x, rest, cycle[: depth - whole])
+        outs = jax.tree.map(lambda *parts: jnp.concatenate(parts), outs, last)
+    out, statistics = outs
     if rng is not None:
         nnx.update(blocks, statistics)
     return x, out

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -101,10 +102,10 @@ def _make_value_and_grad(graphdef, loss):
         logits, _ = model(images, rng=rng)
         accuracy = jnp.mean(logits.argmax(-1) == targets.argmax(-1))
         losses = loss(logits, targets)
-        if losses.shape != logits.shape[:1]:
+        if np.shape(losses) != logits.shape[:1]:
             raise InputError(
-                f"config.loss: the function returns shape {losses.shape}, but needs the loss of "
-                f"each example, {logits.shape[:1]}"
+                f"config.loss: the function returns shape {np.shape(losses)}, but needs the loss "
+                f"of each example, {logits.shape[:1]}"
             )
         return jnp.mean(losses), (accuracy, split_model(model)[2])
 
