@@ -3,11 +3,12 @@
 Flags are defined when a command runs, so that an import defines none beside a user's own.
 """
 
+import contextlib
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -115,11 +116,18 @@ def out_path(default: str) -> Path:
 def out_folder(default: str) -> Path:
     """Creates the folder of --out and returns its path; `InputError` if that is not possible."""
     path = out_path(default)
-    try:
+    with writing_out(path):
         path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@contextlib.contextmanager
+def writing_out(path: Path) -> Iterator[None]:
+    """Raises `InputError` if --out cannot be written inside."""
+    try:
+        yield
     except OSError as error:
         raise InputError(f"--out={path} cannot be written: {error}") from error
-    return path
 
 
 def read_config(overrides: Overrides) -> ConfigDict:

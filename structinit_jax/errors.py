@@ -155,7 +155,8 @@ _CHECKS = {
 def require(name: str, value: Any, needs: str, holds: Callable[[Any], bool]) -> None:
     """Raises `InputError` unless the test `holds`; the message is 'NAME=VALUE must be NEEDS'."""
     if not Check(needs, holds).accepts(value):
-        text = repr(value)
+        shape = getattr(value, "shape", ())  # NumPy's scalars have the shape ().
+        text = f"array of shape {tuple(shape)}" if shape else repr(value)
         text = text if len(text) <= 200 else f"{text[:200]}…"
         raise InputError(f"{name}={text} must be {needs}")
 

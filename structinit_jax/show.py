@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from structinit_jax import command_line
 from structinit_jax.command_line import FLAGS
 from structinit_jax.data.source import Dataset
-from structinit_jax.errors import InputError, printable
+from structinit_jax.errors import printable
 from structinit_jax.rngs import step_rngs
 from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
@@ -87,11 +87,9 @@ def main(overrides: command_line.Overrides) -> None:
         for target in targets[:MAX_IMAGES]
     ]
     figure = draw(images[:MAX_IMAGES], captions)
-    try:
+    with command_line.writing_out(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png", dpi=150)
-    except OSError as error:
-        raise InputError(f"--out={path} cannot be written: {error}") from error
     shown = f"{len(captions)} of the {len(images)} images of step {step}"
     print(f"wrote {path}: {shown}, from {dataset.name}")
 

@@ -95,6 +95,7 @@ def test_only_images_are_read(root):
     dataset = open_dataset("folder", root)
     assert dataset.class_names == sorted(CLASSES)
     assert len(dataset.split("train")) == 32
+    assert len(dataset.split("val")) == 6
     left_out = {kind: count for kind, count in dataset.left_out.items() if count}
     assert left_out == {"hidden": 5, ".heic": 1, "images outside of class folders": 1}
     with pytest.raises(InputError):  # has no classes, which matters only if it is used

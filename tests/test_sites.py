@@ -32,6 +32,8 @@ def test_head_dimensions_that_rotary_angles_cannot_have_are_refused(head_dim):
 
 def test_sites_of_the_users_own_take_weights_of_their_own():
     check_weights((1.0,), object())
+    with pytest.raises(InputError, match=r"^weights\.position_scale"):
+        check_weights(si.AttentionWeights(position_scale=2.0), object())
     relative = type("RelativeSite", (si.AttentionSite,), {})((2, 3), 8, 2, 4, 1, 0.5)
     check_weights(si.AttentionWeights(bias=np.zeros((1, 15, 2))), relative)
 

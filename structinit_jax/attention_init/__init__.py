@@ -63,7 +63,6 @@ from structinit_jax.errors import (
     PositiveFloat,
     PositiveInt,
     check_fields,
-    require,
     warn,
 )
 
@@ -301,9 +300,6 @@ def _by_site(
     This calls the function for the site's type with the options that are among its parameters.
     The other options are refused unless they have their default values.
     """
-    filters = options.get("filters")
-    if hasattr(filters, "shape"):  # The check of the field would print the whole array.
-        require("filters.shape", filters.shape, "(F, f, f)", lambda shape: len(shape) == 3)
     check_fields(scheme, options)
     parameters = inspect.signature(scheme).parameters
     changed = {

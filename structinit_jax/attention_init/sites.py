@@ -278,14 +278,14 @@ def check_weights(weights: Any, site: Any) -> None:
         case AttentionStack():
             expected = AttentionWeights
         case _:  # a site of the user's own
-            return
+            expected = object
     kind = type(site).__name__
     if not isinstance(weights, expected):
         raise InputError(
             f"attention_init returned {type(weights).__name__} for {kind}, but needs "
             f"{expected.__name__}(…)"
         )
-    if expected is not AttentionWeights:
+    if not isinstance(weights, AttentionWeights):
         return
     if weights.bias is not None and type(site) in (AttentionSite, RotarySite):
         raise InputError(

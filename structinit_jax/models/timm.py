@@ -86,7 +86,7 @@ def from_timm(model: nnx.Module, state_dict: StateDict) -> None:
         tensor = np.asarray(weights[entry.name])
         check_array("state_dict", entry.name, tensor)
         views = entry.views(ours)
-        shape = np.concatenate(views).shape
+        shape = (sum(map(len, views)), *views[0].shape[1:])
         if tensor.shape != shape:
             raise InputError(
                 f"state_dict[{entry.name!r}] has shape {tensor.shape}, but the model needs "
