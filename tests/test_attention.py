@@ -1,4 +1,4 @@
-"""Attention and its projections for CUDA devices: the programs, and the same numbers on the CPU."""
+"""Attention and its projections: the programs for each kind of device, and their numbers."""
 
 import functools
 import re
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tiny_models import IMAGES, make
 
@@ -141,3 +142,46 @@ def test_gpus_older_than_ampere_run_xlas_attention(monkeypatch, capability, old)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert attention._has_old_gpu() == old
+
+
+LARGE = [jax.random.normal(jax.random.key(i), (16, 128, 8, 4)) for i in range(4)]
+
+
+@functools.cache
+def attend_and_differentiate(attend):
+    def run(query, key, value, cotangent):
+        y, pull_back = jax.vjp(attend, query, key, value)
+        return y, *pull_back(cotangent)
+
+    return jax.jit(run)
+
+
+def test_cpus_compute_large_maps_image_by_image():
+    run = attend_and_differentiate(attention.dot_product_attention)
+    expected = attend_and_differentiate(jax.nn.dot_product_attention)(*LARGE)
+    for a, b in zip(run(*LARGE), expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+    assert "while" in run.lower(*LARGE).as_text()
+    assert "while" not in lower(run, *LARGE)
+    assert "while" not in run.lower(*(x[:, :127] for x in LARGE)).as_text()
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_devices_compute_their_own_images(axis_type):
+    run = attend_and_differentiate(attention.dot_product_attention)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
+    split = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))) for x in LARGE]
+    with jax.set_mesh(mesh):
+        found = run(*split)
+        program = run.lower(*split).compile().as_text()
+    for a, b in zip(found, run(*LARGE), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert "while" in program
+    assert not re.search("all-gather|all-reduce|all-to-all|collective-permute", program)
+
+
+def test_large_maps_are_exported_for_every_batch_size():
+    arrays = [jax.ShapeDtypeStruct(export.symbolic_shape("b, 128, 8, 4"), jnp.float32)] * 3
+    exported = export.export(jax.jit(attention.dot_product_attention))(*arrays)
+    found = exported.call(*LARGE[:3])
+    np.testing.assert_allclose(found, attention.dot_product_attention(*LARGE[:3]), atol=1e-5)

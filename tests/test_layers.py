@@ -1,9 +1,10 @@
-"""GELU and attention: values and gradients against JAX's own, in float32 and bfloat16."""
+"""GELU, linear layers and attention against JAX's own: values and gradients, in both types."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from structinit_jax.models import attention, layers
 from structinit_jax.models.model import REMAT_POLICIES
@@ -26,6 +27,30 @@ def test_gelu_and_its_gradient_are_exact(dtype, tolerance):
     x = jnp.linspace(-8, 8, 201, dtype=dtype)
     exact = value_and_gradients(lambda x: jax.nn.gelu(x, approximate=False), x.astype(jnp.float32))
     close(value_and_gradients(layers.gelu, x), exact, tolerance)
+
+
+@pytest.mark.parametrize(("inputs", "features"), [((12,), (3, 4)), ((3, 4), (12,))])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
+def test_linear_layers_have_the_gradients_of_jax(inputs, features, dtype, tolerance):
+    x = jax.random.normal(jax.random.key(0), (2, 5, *inputs), dtype)
+    kernel = jax.random.normal(jax.random.key(1), (*inputs, *features), dtype)
+    axes = tuple(range(len(inputs)))
+    dimensions = ((tuple(2 + i for i in axes), axes), ((), ()))
+
+    def run(dot_general):
+        return value_and_gradients(lambda *operands: dot_general(*operands, dimensions), x, kernel)
+
+    found, expected = run(layers.dot_general), run(jax.lax.dot_general)
+    assert [a.dtype for a in found] == [dtype] * 3
+    close(found, expected, tolerance)
+
+
+def test_cpus_transpose_no_operand_for_the_gradient_of_a_kernel():
+    mlp = layers.Mlp(96, 384, init=layers.timm_init, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    x = jnp.ones((8, 64, 96))
+    compiled = jax.jit(jax.grad(lambda mlp: mlp(x).sum())).lower(mlp).compile()
+    # XLA contracts the first axes of both operands, examples and tokens in one.
+    assert compiled.as_text().count("lhs_contracting_dims={0}, rhs_contracting_dims={0}") == 2
 
 
 @pytest.mark.parametrize("bias_batch", [0, 1, 2])

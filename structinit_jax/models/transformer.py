@@ -27,7 +27,7 @@ class Attention(nnx.Module):
     ):
         require("num_heads", num_heads, f"a divisor of width={width}", lambda n: width % n == 0)
         heads = (num_heads, width // num_heads)
-        options = dict(dtype=dtype, rngs=rngs, **init(width))
+        options = dict(dtype=dtype, rngs=rngs, dot_general=layers.dot_general, **init(width))
         self.query = nnx.LinearGeneral(width, heads, **options)
         self.key = nnx.LinearGeneral(width, heads, **options)
         self.value = nnx.LinearGeneral(width, heads, **options)
