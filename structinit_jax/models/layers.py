@@ -104,16 +104,15 @@ def dot_general(x: Array, kernel: Array, dimension_numbers, **options) -> Array:
     examples and tokens, XLA transposes an operand first, and takes up to five times as long.
     `jax.jvp` works on gradients only.
     """
+    product = functools.partial(jax.lax.dot_general, dimension_numbers=dimension_numbers, **options)
+    if jax.typeof(x).sharding.mesh.explicit_axes:  # JAX could not tell how rows are split
+        return product(x, kernel)
     num_axes = len(dimension_numbers[0][0])
     num_inputs = math.prod(kernel.shape[:num_axes])
-    batch = x.shape[: x.ndim - num_axes]
-    product = functools.partial(jax.lax.dot_general, dimension_numbers=dimension_numbers, **options)
 
     def product_of_matrices(x, kernel):
-        # A batch that is split over an explicit mesh needs two steps for each reshape.
-        rows = x.reshape(*batch, num_inputs).reshape(-1, num_inputs)
-        y = rows @ kernel.reshape(num_inputs, -1)
-        return y.reshape(*batch, -1).reshape(*batch, *kernel.shape[num_axes:])
+        y = x.reshape(-1, num_inputs) @ kernel.reshape(num_inputs, -1)
+        return y.reshape(*x.shape[: x.ndim - num_axes], *kernel.shape[num_axes:])
 
     def kernel_gradient(product, x, kernel, gradient):
         return jax.linear_transpose(functools.partial(product, x), kernel)(gradient)[0]
