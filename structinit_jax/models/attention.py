@@ -134,8 +134,8 @@ def _attend_with_cudnn(query, key, value):
 def _attend_with_xla(query, key, value, bias=None):
     """Recomputes the maps for the gradient, as FlashAttention does (Dao et al. 2022).
 
-    `jax.jvp` works on gradients only. JAX's own derivative of the same product makes a step of
-    ViT-T/2 with 256 tokens 13 % slower on CPUs.
+    `jax.jvp` works on gradients only. On CPUs, JAX's own attention with its gradient takes 1.2 to
+    2.7 times as long with 197 or 256 tokens.
     """
     return _attend_forward(query, key, value, bias)[0]
 
