@@ -32,8 +32,9 @@ def test_maps_are_recorded_in_inference_mode_too():
     assert [maps.shape for maps in expected] == [(3, 2, 5, 5)] * 2
     with torch.inference_mode():
         found = torch_maps(model, tokens)
+    # PyTorch need not round alike in both modes.
     for maps, same in zip(expected, found, strict=True):
-        np.testing.assert_array_equal(maps, same)
+        np.testing.assert_allclose(maps, same, atol=1e-6)
 
 
 def test_a_model_without_maps_is_refused():
