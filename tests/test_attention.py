@@ -1,6 +1,5 @@
 """Attention and its projections: the programs for each kind of device, and their numbers."""
 
-import functools
 import re
 import types
 
@@ -37,6 +36,14 @@ def lower(function, *arguments, platform="cuda"):
 
 def calls(program):
     return [program.count(f"@{name}") for name in (FORWARD, BACKWARD)]
+
+
+def attend_and_differentiate(attend):
+    def run(query, key, value, cotangent):
+        y, pull_back = jax.vjp(attend, query, key, value)
+        return y, *pull_back(cotangent)
+
+    return jax.jit(run)
 
 
 @pytest.mark.parametrize(
@@ -99,10 +106,6 @@ def test_a_padded_token_changes_neither_attention_nor_gradients(monkeypatch):
     rngs = jax.random.split(jax.random.key(0), 4)
     arrays = [jax.random.normal(rng, (2, 17, 3, 8), jnp.bfloat16) for rng in rngs]
 
-    def run(attend, *arrays, cotangent):
-        y, pull_back = jax.vjp(attend, *arrays)
-        return y, *pull_back(cotangent)
-
     def without_cudnn(*arrays, implementation, **lengths):
         assert implementation == "cudnn"
         return original(*arrays, **lengths)
@@ -110,7 +113,7 @@ def test_a_padded_token_changes_neither_attention_nor_gradients(monkeypatch):
     original = jax.nn.dot_product_attention
     monkeypatch.setattr(jax.nn, "dot_product_attention", without_cudnn)
     found, expected = (
-        jax.jit(functools.partial(run, attend))(*arrays[:3], cotangent=arrays[3])
+        attend_and_differentiate(attend)(*arrays)
         for attend in (attention._attend_with_cudnn, attention._attend_with_xla)
     )
     jax.tree.map(close, found, expected)
@@ -145,15 +148,6 @@ def test_gpus_older_than_ampere_run_xlas_attention(monkeypatch, capability, old)
 
 
 LARGE = [jax.random.normal(jax.random.key(i), (16, 128, 8, 4)) for i in range(4)]
-
-
-@functools.cache
-def attend_and_differentiate(attend):
-    def run(query, key, value, cotangent):
-        y, pull_back = jax.vjp(attend, query, key, value)
-        return y, *pull_back(cotangent)
-
-    return jax.jit(run)
 
 
 def test_cpus_compute_large_maps_image_by_image():

@@ -101,7 +101,7 @@ def dot_general(x: Array, kernel: Array, dimension_numbers, **options) -> Array:
     """Computes the product of a linear layer of Flax, whose argument of this name it is.
 
     On CPUs, the kernel's gradient is a product of two matrices. With JAX's own, which sums over
-    examples and tokens, XLA transposes an operand first, and takes up to five times as long.
+    examples and tokens, XLA transposes an operand first, and takes 1.1 to 4.6 times as long.
     `jax.jvp` works on gradients only.
     """
     product = functools.partial(jax.lax.dot_general, dimension_numbers=dimension_numbers, **options)
