@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
+from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from structinit_jax import command_line
@@ -143,7 +144,10 @@ def sweep(
     def init(params, model_state):
         return TrainState(jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params))
 
-    state = jax.jit(jax.vmap(jax.vmap(init, out_axes=STATE), out_axes=STATE))(*weights)
+    # As the step returns it: otherwise the second step would be compiled, too.
+    replicated = NamedSharding(mesh, PartitionSpec())
+    init = jax.vmap(jax.vmap(init, out_axes=STATE), out_axes=STATE)
+    state = jax.jit(init, out_shardings=replicated)(*weights)
     step = make_step(config, model, schedule, np.repeat(np.float32(rates), len(schemes)), seeds)
     evaluate, accuracies = make_evaluate(config, model, test), {}
     stream = functools.partial(

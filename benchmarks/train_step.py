@@ -251,6 +251,14 @@ def work(program: str, row: Row, flags: argparse.Namespace) -> None:
         print(time.perf_counter() - start, flush=True)
 
 
+def read_costs(program: str, worker: subprocess.Popen) -> dict[str, Any]:
+    """Waits until a worker has compiled and run its step; returns its costs."""
+    costs = worker.stdout.readline()
+    if not costs:
+        raise SystemExit(f"{program} failed, see above: leave it out of --programs")
+    return json.loads(costs) | {"seconds": []}
+
+
 def measure(name: str, row: Row, flags: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Returns the results of all programs for a row."""
     pythons = {}
@@ -264,7 +272,9 @@ def measure(name: str, row: Row, flags: argparse.Namespace) -> dict[str, dict[st
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # they share a GPU
     workers, results = {}, {}
     with contextlib.ExitStack() as stack:
-        for program, python in pythons.items():
+        # PyTorch's programs start first: torch.compile takes long, and times no kernels.
+        for program in sorted(pythons, key=lambda name: name not in TIMM):
+            python = pythons[program]
             command = [python, __file__, "--worker", program, "--rows", name]
             command += ["--big_vision", flags.big_vision]
             command += ["--dtype", flags.dtype, "--batch", str(row.batch)]
@@ -276,10 +286,11 @@ def measure(name: str, row: Row, flags: argparse.Namespace) -> dict[str, dict[st
                 env=environment,
             )
             workers[program] = stack.enter_context(worker)
-            costs = worker.stdout.readline()
-            if not costs:
-                raise SystemExit(f"{program} failed, see above: leave it out of --programs")
-            results[program] = json.loads(costs) | {"seconds": []}
+            if program not in TIMM:
+                results[program] = read_costs(program, worker)
+        for program in TIMM:
+            if program in workers:
+                results[program] = read_costs(program, workers[program])
         for _ in range(flags.rounds):
             for program, worker in workers.items():
                 for _ in range(flags.steps):

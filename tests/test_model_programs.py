@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from tiny_models import IMAGES, make, train
+from tiny_models import IMAGES, make, train, train_fn
 
 from structinit_jax.models import FAMILIES, layers
 from structinit_jax.training.state import split_model
@@ -71,6 +71,30 @@ def gradient_program(family, **changes):
     model = make(family, **changes)
     program = str(jax.make_jaxpr(jax.grad(lambda x: model(x)[0].sum()))(IMAGES))
     return re.sub("0x[0-9a-f]+", "", program)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_programs_for_cuda_devices_have_no_loop_over_blocks(family):
+    model = make(family, **(dict(depths=(4, 4)) if family == "swin" else {}))
+    gradient = jax.jit(jax.grad(lambda images: model(images)[0].sum())).trace(IMAGES)
+    cuda, cpu = (
+        gradient.lower(lowering_platforms=(platform,)).as_text() for platform in ("cuda", "cpu")
+    )
+    assert "stablehlo.while" not in cuda
+    assert "stablehlo.while" in cpu
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("family", ["vit", "swin"])
+def test_blocks_one_by_one_agree_with_the_scan(family, remat, monkeypatch):
+    def run_cuda_branch(*args, default, cuda=None, cpu=None):
+        return (cuda or cpu or default)(*args)
+
+    expected = train(family)
+    monkeypatch.setattr(jax.lax, "platform_dependent", run_cuda_branch)
+    train_one_by_one = train_fn.__wrapped__(family, remat=remat)
+    found = train_one_by_one(*split_model(make(family))[1:], jax.random.key(0))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found, expected)
 
 
 def test_a_scan_in_one_step_recomputes_too():

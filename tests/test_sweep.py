@@ -14,7 +14,7 @@ from structinit_jax.training import build
 
 @pytest.mark.usefixtures("library_promotion")
 @pytest.mark.filterwarnings("ignore:only .* of the attention rows")
-def test_runs_that_train_at_once_equal_single_runs(run_config, monkeypatch):
+def test_runs_that_train_at_once_equal_single_runs(run_config, monkeypatch, caplog):
     script = runpy.run_path(str(fork_main.ROOT / "benchmarks" / "sweep.py"))
     run_config.num_steps = 3
     run_config.augment.flip = 0.5
@@ -24,7 +24,9 @@ def test_runs_that_train_at_once_equal_single_runs(run_config, monkeypatch):
     with pytest.raises(InputError, match="ema_decay"):
         script["sweep"](run_config, schemes, [1.0, 2.0], num_seeds=2)
     run_config.ema_decay = 0.0
-    state, accuracies = script["sweep"](run_config, schemes, [1.0, 2.0], num_seeds=2)
+    with jax.log_compiles():
+        state, accuracies = script["sweep"](run_config, schemes, [1.0, 2.0], num_seeds=2)
+    assert caplog.text.count("Compiling jit(step)") == 1
     (accuracy,) = accuracies.values()
     assert accuracy.shape == (2, 4)
 
