@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from structinit_jax import command_line
@@ -30,7 +29,7 @@ from structinit_jax.data.images import CenterCrop
 from structinit_jax.data.loader import Loader, make_loader
 from structinit_jax.errors import InputError, find
 from structinit_jax.rngs import split_seed
-from structinit_jax.training import build
+from structinit_jax.training import build, sharding
 from structinit_jax.training.evaluation import make_eval_step
 from structinit_jax.training.optimizer import Schedule
 from structinit_jax.training.state import AbstractModel, TrainState, split_model
@@ -145,9 +144,8 @@ def sweep(
         return TrainState(jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params))
 
     # As the step returns it: otherwise the second step would be compiled, too.
-    replicated = NamedSharding(mesh, PartitionSpec())
     init = jax.vmap(jax.vmap(init, out_axes=STATE), out_axes=STATE)
-    state = jax.jit(init, out_shardings=replicated)(*weights)
+    state = jax.jit(init, out_shardings=sharding.replicated(mesh))(*weights)
     step = make_step(config, model, schedule, np.repeat(np.float32(rates), len(schemes)), seeds)
     evaluate, accuracies = make_evaluate(config, model, test), {}
     stream = functools.partial(

@@ -251,14 +251,6 @@ def work(program: str, row: Row, flags: argparse.Namespace) -> None:
         print(time.perf_counter() - start, flush=True)
 
 
-def read_costs(program: str, worker: subprocess.Popen) -> dict[str, Any]:
-    """Waits until a worker has compiled and run its step; returns its costs."""
-    costs = worker.stdout.readline()
-    if not costs:
-        raise SystemExit(f"{program} failed, see above: leave it out of --programs")
-    return json.loads(costs) | {"seconds": []}
-
-
 def measure(name: str, row: Row, flags: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Returns the results of all programs for a row."""
     pythons = {}
@@ -272,9 +264,7 @@ def measure(name: str, row: Row, flags: argparse.Namespace) -> dict[str, dict[st
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # they share a GPU
     workers, results = {}, {}
     with contextlib.ExitStack() as stack:
-        # PyTorch's programs start first: torch.compile takes long, and times no kernels.
-        for program in sorted(pythons, key=lambda name: name not in TIMM):
-            python = pythons[program]
+        for program, python in pythons.items():
             command = [python, __file__, "--worker", program, "--rows", name]
             command += ["--big_vision", flags.big_vision]
             command += ["--dtype", flags.dtype, "--batch", str(row.batch)]
@@ -286,11 +276,10 @@ def measure(name: str, row: Row, flags: argparse.Namespace) -> dict[str, dict[st
                 env=environment,
             )
             workers[program] = stack.enter_context(worker)
-            if program not in TIMM:
-                results[program] = read_costs(program, worker)
-        for program in TIMM:
-            if program in workers:
-                results[program] = read_costs(program, workers[program])
+            costs = worker.stdout.readline()
+            if not costs:
+                raise SystemExit(f"{program} failed, see above: leave it out of --programs")
+            results[program] = json.loads(costs) | {"seconds": []}
         for _ in range(flags.rounds):
             for program, worker in workers.items():
                 for _ in range(flags.steps):
