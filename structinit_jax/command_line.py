@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax.config import Overrides
-from structinit_jax.errors import InputError, StoppedError, printable
+from structinit_jax.errors import InputError, StoppedError, printable, require
 
 FLAGS = flags.FLAGS
 # Flags that several commands share.
@@ -103,8 +103,8 @@ def use_compilation_cache() -> None:
 
 def required_workdir() -> str:
     """Returns --workdir; `InputError` if it is not set."""
-    if not FLAGS.workdir:
-        raise InputError("--workdir is required: the output directory, such as /tmp/digits")
+    needs = "set, to the output directory, such as /tmp/digits"
+    require("--workdir", FLAGS.workdir, needs, FLAGS.workdir)
     return FLAGS.workdir
 
 
@@ -134,9 +134,9 @@ def read_config(overrides: Overrides) -> ConfigDict:
     """Returns the config of --config, or else of the run in --workdir, with the overrides."""
     if FLAGS.config is not None:
         config = config_lib.load_config(FLAGS.config)
-    elif FLAGS.get_flag_value("workdir", None):
-        config = config_lib.load_run_config(FLAGS.workdir, bool(FLAGS.trust_workdir))
     else:
-        raise InputError("--config is required, such as --config=configs/vit_t_digits.py")
+        workdir = FLAGS.get_flag_value("workdir", None)
+        require("--config", None, "set, such as to configs/vit_t_digits.py", workdir)
+        config = config_lib.load_run_config(workdir, bool(FLAGS.trust_workdir))
     config_lib.set_fields(config, overrides)
     return config.lock()

@@ -281,11 +281,8 @@ def load_config(location: str | Path) -> ConfigDict:
     """
     stem, suffix, row = str(location).partition(".py:")
     path = stem + suffix.removesuffix(":")
-    if not Path(path).is_file():
-        raise InputError(
-            f"config={path}: there is no such file in {Path.cwd()}: run from the repository, "
-            "or pass the whole path"
-        )
+    needs = f"a file ({Path.cwd()} has none there): run from the repository, or pass the whole path"
+    require("config", path, needs, Path(path).is_file())
     get_config = runpy.run_path(path).get("get_config")
     needs = "a function that returns base_config() with changes"
     require(f"config={path}: get_config", get_config, needs, callable)

@@ -152,9 +152,12 @@ _CHECKS = {
 }
 
 
-def require(name: str, value: Any, needs: str, holds: Callable[[Any], bool]) -> None:
-    """Raises `InputError` unless the test `holds`; the message is 'NAME=VALUE must be NEEDS'."""
-    if not Check(needs, holds).accepts(value):
+def require(name: str, value: Any, needs: str, holds: Any) -> None:
+    """Raises `InputError` unless `holds`, a function of the value or its result, is true.
+
+    The message is 'NAME=VALUE must be NEEDS'.
+    """
+    if not (Check(needs, holds).accepts(value) if callable(holds) else holds):
         shape = getattr(value, "shape", ())  # NumPy's scalars have the shape ().
         text = f"array of shape {tuple(shape)}" if shape else repr(value)
         text = text if len(text) <= 200 else f"{text[:200]}…"
@@ -212,14 +215,8 @@ def _check_of(hint: Any) -> Check:
 
 def check_scheme(scheme: Any) -> None:
     """Raises `InputError` unless `scheme(rng, site)` can be called."""
-    try:
-        inspect.signature(scheme).bind("rng", "site")
-    except (TypeError, ValueError) as error:
-        given = getattr(scheme, "__name__", repr(scheme))
-        raise InputError(
-            f"attention_init={given} must be a function of (rng, site): call the scheme, as in "
-            "impulse()"
-        ) from error
+    needs = "a function of (rng, site): call the scheme, as in impulse()"
+    require("attention_init", scheme, needs, lambda x: inspect.signature(x).bind("rng", "site"))
 
 
 def is_reference(name: str) -> bool:

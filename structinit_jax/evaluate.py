@@ -48,13 +48,9 @@ def restore_model(
     """
     directory = open_path(workdir) / "checkpoints"
     number = checkpoint.find_step(directory, step)
-    if number is None:
-        if step == "best" and checkpoint.find_step(directory) is not None:
-            raise InputError(
-                f"workdir={workdir} has no checkpoint that was evaluated, which step='best' needs: "
-                "use step='newest'"
-            )
-        raise InputError(f"workdir={workdir} has no complete checkpoint for step={step}")
+    needs = f"a run with an intact checkpoint for step={step!r}"
+    needs += ", which must have been evaluated" if step == "best" else ""
+    require("workdir", str(workdir), needs, number is not None)
     saved = checkpoint.read_run(directory, number)["config"]
     place = f"step {number} in {workdir}"
     if changed := workdir_lib.check_config(saved, config, must_stay, place):
@@ -139,18 +135,11 @@ class Classifier:
         """Returns the logits of images.
 
         Raises:
-          InputError: A file is missing or cannot be decoded, or `files` is anything but one or more
-            paths in a list or another iterable.
+          InputError: A file is missing or cannot be decoded, or `files` is a single path or empty.
         """
-        if isinstance(files, str | os.PathLike):
-            raise InputError(f"files={os.fspath(files)!r} must be a list of paths: put it in [ ]")
-        try:
-            files = [os.fspath(file) for file in files]
-        except TypeError as error:
-            raise InputError(
-                f"files must be a list of paths, such as ['photo.jpg'] ({error}): save images to "
-                "files first"
-            ) from error
+        is_path = isinstance(files, str | os.PathLike)
+        require("files", files, "a list of paths: put it in [ ]", not is_path)
+        files = [os.fspath(file) for file in files]
         require("files", files, "a list of one path or more", len)
         records = [{"image": file, "label": 0} for file in files]
         data = self.config.data

@@ -25,7 +25,7 @@ from safetensors.numpy import save
 from structinit_jax import command_line
 from structinit_jax import config as config_lib
 from structinit_jax.command_line import FLAGS
-from structinit_jax.errors import InputError
+from structinit_jax.errors import require
 from structinit_jax.evaluate import class_names, restore_model
 from structinit_jax.files import write_atomically
 from structinit_jax.models.timm import to_timm
@@ -42,11 +42,16 @@ def timm_card(config: ConfigDict) -> dict[str, Any]:
     """
     data = config.data
     model = config.model
+    needs = (
+        "'vit' or 'swin' to be exported: for the weights alone of another, call "
+        "si.to_timm(model) in Python"
+    )
+    require("config.model.name", model.name, needs, model.name in ("vit", "swin"))
     arguments = dict(
         in_chans=data.channels,
         num_classes=model.num_classes,
         img_size=data.image_size,
-        patch_size=model.get("patch_size"),  # A custom model may have none.
+        patch_size=model.patch_size,
     )
     if model.name == "vit":
         rope = model.positions == "rope"
@@ -62,7 +67,7 @@ def timm_card(config: ConfigDict) -> dict[str, Any]:
         )
         if rope or model.layer_scale:  # timm's default is a scale with rotary positions, else none
             arguments["init_values"] = model.layer_scale or None
-    elif model.name == "swin":
+    else:
         name = "swin_tiny_patch4_window7_224"
         arguments |= dict(
             embed_dim=model.width,
@@ -70,11 +75,6 @@ def timm_card(config: ConfigDict) -> dict[str, Any]:
             num_heads=list(model.num_heads),
             window_size=model.window_size,
             mlp_ratio=model.mlp_ratio,
-        )
-    else:
-        raise InputError(
-            f"config.model.name={model.name!r} cannot be exported, only ViT and Swin: for the "
-            "weights alone, call models.timm.to_timm(model) in Python"
         )
     return {
         "architecture": name,
@@ -102,8 +102,8 @@ def export(config: ConfigDict, workdir: str | Path, folder: Path, step: str = "n
     """
     config_lib.validate(config)
     card = timm_card(config)
-    if (folder / "checkpoints").exists():
-        raise InputError(f"folder={folder} is the workdir of a run: choose another")
+    is_run = (folder / "checkpoints").exists()
+    require("folder", str(folder), "another one than the workdir of a run", not is_run)
     model, state = restore_model(config, workdir, jax.local_devices()[:1], step)
     weights = jax.device_get((state.params, state.model_state))
     weights = to_timm(nnx.merge(model.graphdef, *weights))

@@ -21,7 +21,7 @@ from structinit_jax import command_line
 from structinit_jax.command_line import FLAGS
 from structinit_jax.data.datasets import OPENERS, find_builder, open_dataset
 from structinit_jax.data.source import Dataset, Folder, ImageSource
-from structinit_jax.errors import InputError, is_reference
+from structinit_jax.errors import InputError, is_reference, require
 
 with epy.lazy_imports():  # takes a quarter of a second
     import tensorflow_datasets as tfds
@@ -48,17 +48,17 @@ def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> No
     `data_dir`. Raises `InputError` if the name is unknown, or if it cannot be prepared.
     """
     if name in OPENERS or is_reference(name):
-        if manual_dir:
-            raise InputError(f"--manual_dir is for data sets of TFDS, not for --name={name}")
+        needs = f"left out with --name={name}: it is for data sets of TFDS"
+        require("--manual_dir", manual_dir, needs, not manual_dir)
         return
     builder = find_builder(name, data_dir and os.path.expanduser(data_dir))
     if builder.data_path.exists():
         return
-    if importlib.util.find_spec("tensorflow") is None:
-        raise InputError(
-            f"--name={name!r}: TFDS needs TensorFlow to prepare this data set, here or on another"
-            " machine: pip install '.[prepare]'"
-        )
+    needs = (
+        "prepared where TensorFlow is installed, which TFDS needs for it, here or on another "
+        "machine: pip install '.[prepare]'"
+    )
+    require("--name", name, needs, importlib.util.find_spec("tensorflow") is not None)
     try:
         config = tfds.download.DownloadConfig(manual_dir=manual_dir)
         builder.download_and_prepare(file_format="array_record", download_config=config)

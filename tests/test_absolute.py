@@ -199,8 +199,8 @@ IMPULSE_AND_BOX = np.stack([np.eye(9)[0].reshape(3, 3), np.ones((3, 3))])
     [
         ("filters", dict(filters=-np.ones((1, 3, 3)))),
         ("filters", dict(filters=np.ones((1, 4, 4)))),
-        ("kernel_size, dilation or filters", dict(dilation=5)),
-        ("kernel_size, dilation or filters", dict(dilation=200_000)),
+        ("grid=.* dilation", dict(dilation=5)),
+        ("grid=.* dilation", dict(dilation=200_000)),
         # Uniform attention pays 9 / 35 to the second filter.
         ("target_mass=0.2", dict(filters=IMPULSE_AND_BOX, target_mass=0.2)),
         ("filters=", dict(filters=1e300 * np.ones((1, 3, 3)))),
@@ -221,5 +221,5 @@ def test_positions_are_required_and_checked():
     for same in (np.ones((35, WIDTH), np.float32), jnp.full((35, WIDTH), jnp.nan)):
         for scheme in (si.impulse_2025(), si.impulse(replace_positions=False)):
             site = make_site(positions=same, positions_trainable=True)
-            with pytest.raises(InputError, match="positions are equal for all tokens or not fin"):
+            with pytest.raises(InputError, match=r"^AttentionSite\.positions="):
                 scheme(RNG, site)

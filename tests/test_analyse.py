@@ -64,7 +64,7 @@ def test_images_are_a_fixed_part_of_the_training_split():
     np.testing.assert_array_equal(images, collect.read_images(config, NUM_IMAGES + 7))
     config.seed = 1
     np.testing.assert_array_equal(images, collect.read_images(config, NUM_IMAGES))
-    with pytest.raises(InputError, match=r"name='mixer' has no attention"):
+    with pytest.raises(InputError, match=r"name='mixer'"):
         collect.observe_start(make_config("mixer"), images)
     config.data.train_split = "train[:5]"
     with pytest.raises(InputError, match=r"number of images=5 must be"):

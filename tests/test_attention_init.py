@@ -167,7 +167,7 @@ def test_a_pickled_scheme_draws_the_same_weights(name, library_promotion):
     ("options", "message"),
     [
         (dict(filters=np.ones((3, 3))), r"^filters=array of shape \(3, 3\) must"),
-        (dict(filters=np.zeros((1, 3, 3))), "^filters .* positive"),
+        (dict(filters=np.zeros((1, 3, 3))), "^filters=.* positive"),
         (dict(target_mass=1 - 1e-9), "^target_mass="),
     ],
 )

@@ -1,5 +1,4 @@
 import dataclasses
-import inspect
 import json
 
 import jax
@@ -96,14 +95,13 @@ def test_the_checkpoint_can_be_chosen(run_config, finished_run, tmp_path, capsys
     run = checkpoint.read_run(finished_run.workdir / "checkpoints", best["step"])
     assert run["accuracy"] == best["eval/accuracy"]
     for workdir in (finished_run.workdir, tmp_path / "missing"):
-        with pytest.raises(InputError, match=rf"workdir={workdir} .*step=5"):
+        with pytest.raises(InputError, match=rf"workdir='{workdir}' .*step='5'"):
             evaluate.evaluate_checkpoint(run_config, workdir, "5")
 
 
 def test_a_run_without_an_evaluation_has_no_best_checkpoint(run_config, finished_run, monkeypatch):
-    steps = {"newest": 12, "best": None}
-    monkeypatch.setattr(checkpoint, "find_step", lambda directory, step="newest": steps[step])
-    with pytest.raises(InputError, match=r"evaluated.*step='newest'"):
+    monkeypatch.setattr(checkpoint, "find_step", lambda directory, step: None)
+    with pytest.raises(InputError, match=r"step='best', which must have been evaluated"):
         evaluate.restore_model(run_config, finished_run.workdir, step="best")
 
 
@@ -148,13 +146,7 @@ def test_files_that_are_no_images_are_named(classify, tmp_path, name, message):
     assert "on_bad_image" not in str(caught.value)
 
 
-def test_a_single_path_is_refused(classify):
-    with pytest.raises(InputError, match=r"files='photo\.jpg'"):
-        classify("photo.jpg")
-
-
-@pytest.mark.parametrize("files", [[], np.zeros((1, 8, 8, 1)), Image.new("L", (8, 8))])
+@pytest.mark.parametrize("files", [[], "photo.jpg"])
 def test_what_is_no_list_of_paths_is_refused(classify, files):
-    call = inspect.unwrap(type(classify).__call__)  # without the type check of the tests
-    with pytest.raises(InputError, match=r"^files.* must be a list of "):
-        call(classify, files)
+    with pytest.raises(InputError, match=r"^files=.* must be a list of "):
+        classify(files)

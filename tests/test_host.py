@@ -88,12 +88,12 @@ REFUSED = {  # what the message says, and the parameters
     r"norm1\.weight is not 1": lambda: changed(blocks__1__norm1__weight=2 * ONES),
     "positions: .* width 192: pass": lambda: without("pos_embed"),
     r"\.qkv\.weight .*not supported": lambda: changed(blocks__1__attn__qkv__weight=WIDE),
-    r"^grid: .*\(192, 3, 16\)": lambda: patches(16),
+    "^grid: patch_embed": lambda: patches(16),
     r"^grid: time_token": lambda: changed(time_token=np.ones((1, 4, WIDTH), np.float32)),
     r"attn\.proj\.bias has dtype int8": lambda: integers("blocks.1.attn.proj.bias"),
     "pos_embed has dtype int8": lambda: integers("pos_embed"),
     r"hold no attention layers .* blocks\.1\.attn\.proj": lambda: without("blocks.1.attn.qkv"),
-    r"hold no attention layers [^:]*, only fc\.weight$": lambda: shapes(fc=(8, 4)),
+    r"hold no attention layers [^:]*, only fc\.weight": lambda: shapes(fc=(8, 4)),
     "several stages is not supported": stages,
 }
 
@@ -111,9 +111,9 @@ def test_unusable_parameters_are_refused(message):
         ("^num_heads=None", dict(num_heads=None)),
         ("^grid=", dict(grid=(5, 5))),
         (r"^grid=\(14, 0\) must be", dict(grid=(14, 0))),
-        (r"^positions has shape \(1, 16, 8\)", dict(positions=np.zeros((1, 16, 8), np.float32))),
-        (r"^positions has shape \(197, 192\)", dict(positions=np.zeros((197, WIDTH)))),
-        (r"^positions has .* grid=\(3, 2\)", dict(positions=np.zeros((4, WIDTH)), grid=(3, 2))),
+        (r"^positions=.* \(1, 16, 8\)", dict(positions=np.zeros((1, 16, 8), np.float32))),
+        (r"^positions=.* \(197, 192\)", dict(positions=np.zeros((197, WIDTH)))),
+        (r"^positions=.* grid=\(3, 2\)", dict(positions=np.zeros((4, WIDTH)), grid=(3, 2))),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(message, options):
@@ -166,5 +166,5 @@ def test_weights_and_schemes_that_do_not_fit_are_refused():
 def test_positions_that_the_model_does_not_store_are_not_set(params, field):
     weights = AttentionWeights(**{field: 2.0 * sincos_positions(GRID, WIDTH)})
     given = dict(num_heads=HEADS, positions=sincos_positions(GRID, WIDTH))
-    with pytest.raises(InputError, match=rf"^weights\.{field} "):
+    with pytest.raises(InputError, match=rf"^weights\.{field}="):
         write(params, weights, **given)

@@ -160,14 +160,14 @@ def test_every_model_learns_from_every_scheme(family, name):
 @pytest.mark.parametrize(
     ("family", "weights", "message"),
     [
-        ("vit", attention_init.AttentionWeights(patch_bias=np.ones(1)), r"patch_bias .*\(1,\)"),
-        ("swin", attention_init.AttentionWeights(bias=np.ones((49, 1))), r"bias .*\(49, 1\)"),
-        ("mixer", attention_init.TokenMixingWeights(fc1=np.ones((16, 1))), r"fc1 .*\(16, 1\)"),
-        ("convmixer", attention_init.ConvWeights(np.ones((3, 3, 16))), r"kernel .*\(3, 3, 16\)"),
+        ("vit", attention_init.AttentionWeights(patch_bias=np.ones(1)), r"patch_bias=.*\(1,\)"),
+        ("swin", attention_init.AttentionWeights(bias=np.ones((49, 1))), r"bias=.*\(49, 1\)"),
+        ("mixer", attention_init.TokenMixingWeights(fc1=np.ones((16, 1))), r"fc1=.*\(16, 1\)"),
+        ("convmixer", attention_init.ConvWeights(np.ones((3, 3, 16))), r"kernel=.*\(3, 3, 16\)"),
     ],
 )
 def test_weights_that_would_be_broadcast_are_refused(family, weights, message):
-    with pytest.raises(InputError, match=rf"weights\.{message}, but the model needs"):
+    with pytest.raises(InputError, match=rf"weights\.{message}"):
         make(family).initialize_attention(lambda rng, site: weights, jax.random.key(0))
 
 

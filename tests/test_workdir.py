@@ -24,7 +24,7 @@ def test_unusable_directories_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"workdir=.*file cannot be written to"):
         prepare_workdir(tmp_path / "file")
-    with pytest.raises(InputError, match=r"workdir=gs://bucket/run is a URL"):
+    with pytest.raises(InputError, match=r"workdir='gs://bucket/run'"):
         prepare_workdir("gs://bucket/run")
     with pytest.raises(InputError, match="workdir="):
         open_path("nothing://x")

@@ -17,7 +17,7 @@ from structinit_jax.attention_init.sites import AttentionStack
 from structinit_jax.augment import normalize
 from structinit_jax.config import make_attention_init
 from structinit_jax.data.images import CenterCrop
-from structinit_jax.errors import InputError, require
+from structinit_jax.errors import require
 from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
 from structinit_jax.training.state import AbstractModel, TrainState, initialize_model
@@ -53,7 +53,7 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
     data = config.data
     source = build.open_split(config, build.open_data(config), "train_split")
     whole = min(count, len(source)) // BATCH_SIZE * BATCH_SIZE
-    require("number of images", len(source), f"{BATCH_SIZE} or more", lambda _: whole)
+    require("number of images", len(source), f"{BATCH_SIZE} or more", whole > 0)
     crop = CenterCrop(data.image_size, data.crop_fraction)
     return np.stack(source.evenly_spaced(whole).map(lambda image, label: crop(image)))
 
@@ -91,8 +91,10 @@ def _initialize(config, model):
     """Returns the weights that a run starts from, and the targets of their heads by stack."""
     weights, _, targets = initialize_model(config, model, make_attention_init(config))
     sites = nnx.merge(model.graphdef, *weights).sites()
-    if not sites or any(isinstance(site, TokenMixingSite) for site in sites.values()):
-        raise InputError(f"config.model.name={config.model.name!r} has no attention to analyze")
+    has_maps = sites and not any(isinstance(site, TokenMixingSite) for site in sites.values())
+    require(
+        "config.model.name", config.model.name, "a model with attention, or 'convmixer'", has_maps
+    )
     return weights, targets
 
 
@@ -158,11 +160,9 @@ def _observe_batch(config, graphdef, targets, weights, images):
         return [{"tokens": _tokens(inputs)}]
     stages = []
     for stage, (name, site) in zip(out.get("stages", [out]), sites.items(), strict=True):
-        if not {"output", "attention_maps"} <= stage.get("blocks", {}).keys():
-            raise InputError(
-                f"config.model.name={config.model.name}: to be analyzed, a model returns the "
-                "intermediate 'blocks' with 'output' and 'attention_maps', see Model.__call__"
-            )
+        needs = "a model whose 'blocks' have 'output' and 'attention_maps', see Model.__call__"
+        has_maps = {"output", "attention_maps"} <= stage.get("blocks", {}).keys()
+        require("config.model.name", config.model.name, needs, has_maps)
         output = stage["blocks"]["output"]
         if output.ndim == 4:  # It is [L, B, N, D], and class and register tokens come first.
             output = output[:, :, -site.num_tokens :]

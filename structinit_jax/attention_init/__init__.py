@@ -63,6 +63,7 @@ from structinit_jax.errors import (
     PositiveFloat,
     PositiveInt,
     check_fields,
+    require,
     warn,
 )
 
@@ -307,11 +308,10 @@ def _by_site(
         for name, value in options.items()
         if not np.array_equal(value, parameters[name].default)
     }
-    if options.get("replace_positions") and "position_scale" in changed:
-        raise InputError(
-            f"position_scale={options['position_scale']} is for learned positions that are kept: "
-            "leave it out, or set replace_positions=False"
-        )
+    if options.get("replace_positions"):
+        needs = "left out with replace_positions=True: it scales learned positions that are kept"
+        scale = changed.get("position_scale")
+        require("position_scale", scale, needs, scale is None)
     bound = {}
     for site_type, function in functions.items():
         taken = options.keys() & inspect.signature(function).parameters.keys()

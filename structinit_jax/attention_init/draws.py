@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from structinit_jax.attention_init.sites import AttentionStack, AttentionWeights
-from structinit_jax.errors import InputError
+from structinit_jax.errors import require
 
 # -- the baselines ---------------------------------------------------------------------------------
 
@@ -83,11 +83,8 @@ def mimetic_vo(
     width = sizes.width
     heads = (sizes.num_heads, sizes.head_dim)
     inner = heads[0] * heads[1]
-    if inner > width:
-        raise InputError(
-            f"num_heads={sizes.num_heads} must be at most width / head_dim = {width} / "
-            f"{sizes.head_dim} for mimetic weights: use 'default' or 'impulse'"
-        )
+    needs = f"at most width / head_dim = {width} / {heads[1]} for mimetic weights"
+    require("num_heads", heads[0], needs, inner <= width)
     product = near_identity(rng, (layers, width), noise=0.4, identity=-0.4)
     a, b = split_product(product, width)
     if transposed:

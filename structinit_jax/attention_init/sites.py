@@ -102,12 +102,10 @@ class AttentionSite(AttentionStack):
     def __post_init__(self):
         super().__post_init__()
         expected = (self.num_tokens, self.width)
-        if self.positions is not None and np.shape(self.positions) != expected:
-            raise InputError(
-                f"AttentionSite.positions has shape {np.shape(self.positions)}, but "
-                f"grid={self.grid} and width={self.width} need {expected}: leave out class and "
-                "register tokens"
-            )
+        if self.positions is not None:
+            needs = f"of shape [N, D] = {expected}: leave out class and register tokens"
+            fits = np.shape(self.positions) == expected
+            require("AttentionSite.positions", self.positions, needs, fits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,18 +148,18 @@ class RotarySite(AttentionStack):
 
     def __post_init__(self):
         super().__post_init__()
-        shape = np.shape(self.angles)
-        layers = self.num_layers
-        heads = self.num_heads
-        allowed = (1, layers), (1, heads), (self.num_tokens,), (self.head_dim / 2,)
-        if len(shape) != 4 or any(n not in ns for n, ns in zip(shape, allowed, strict=True)):
-            raise InputError(
-                f"RotarySite.angles has shape {shape}, but needs [layers = {layers} or 1, heads = "
-                f"{heads} or 1, tokens = {self.num_tokens}, head_dim / 2 = {self.head_dim / 2:g}]: "
-                "leave out class and register tokens"
-            )
-        if is_concrete(self.angles) and not np.isfinite(np.asarray(self.angles)).all():
-            raise InputError("RotarySite.angles are not all finite: pass angles in radians")
+        require("RotarySite.head_dim", self.head_dim, "even", lambda d: d % 2 == 0)
+        whole = (self.num_layers, self.num_heads, self.num_tokens, self.head_dim // 2)
+        needs = (
+            f"of shape [L, h, N, d / 2] = {whole}, with 1 in place of L or h if these share it: "
+            "leave out class and register tokens"
+        )
+
+        def fits(angles):
+            shape = np.shape(angles)
+            return shape[2:] == whole[2:] and np.broadcast_shapes(shape, whole) == whole
+
+        require("RotarySite.angles", self.angles, needs, fits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,26 +285,19 @@ def check_weights(weights: Any, site: Any) -> None:
         )
     if not isinstance(weights, AttentionWeights):
         return
-    if weights.bias is not None and type(site) in (AttentionSite, RotarySite):
-        raise InputError(
-            f"weights.bias is for the bias tables of a WindowSite, not for {kind}: leave it None"
-        )
     trainable = getattr(site, "positions_trainable", False)
-    for field in ("positions", "position_scale"):
-        if getattr(weights, field) is not None and not trainable:
-            raise InputError(
-                f"weights.{field} is for trainable positions, but the model of this {kind} has "
-                "none: leave it None, or use a model with a position table (a ViT with "
-                "positions='learned')"
-            )
+    has_table = type(site) not in (AttentionSite, RotarySite)
+    settable = {"positions": trainable, "position_scale": trainable, "bias": has_table}
+    for field, is_settable in settable.items():
+        value = getattr(weights, field)
+        needs = f"None, since the model of this {kind} has no trained array that it would set"
+        require(f"weights.{field}", value, needs, value is None or is_settable)
 
 
 def check_shape(field: str, array: Any, expected: tuple[int, ...]) -> None:
     """Raises `InputError` unless a weight of a scheme has the shape that the model needs."""
-    if np.shape(array) != expected:
-        raise InputError(
-            f"weights.{field} has shape {np.shape(array)}, but the model needs {expected}"
-        )
+    needs = f"of shape {expected}, as in the model"
+    require(f"weights.{field}", array, needs, np.shape(array) == expected)
 
 
 # -- positions -------------------------------------------------------------------------------------
@@ -367,18 +358,15 @@ def start_positions(
     """
     new = trained_positions(site, replace=replace, scale=scale)
     positions = new.get("positions", site.positions)
-    if positions is None:
-        raise InputError(
-            "AttentionSite.positions=None: this scheme solves for attention to positions; pass "
-            "the model's position encoding, or use 'mimetic' or 'default'"
-        )
+    needs = (
+        "the model's position encoding, finite and not the same for all tokens; the schemes "
+        "'mimetic' and 'default' need none"
+    )
+    require("AttentionSite.positions", positions, needs, positions is not None)
     if is_concrete(positions):
         positions = np.asarray(positions)
-        if not 0 < np.ptp(positions.astype(np.float64), axis=0).max() < np.inf:
-            raise InputError(
-                "AttentionSite.positions are equal for all tokens or not finite: pass an encoding "
-                "that tells tokens apart, or use 'mimetic' or 'default'"
-            )
+        spread = np.ptp(positions.astype(np.float64), axis=0).max()
+        require("AttentionSite.positions", positions, needs, 0 < spread < np.inf)
     return new.get("position_scale", 1) * positions, new
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from structinit_jax.attention_init.draws import map_matrices
 from structinit_jax.attention_init.sites import SolveReport
-from structinit_jax.errors import InputError
+from structinit_jax.errors import require
 
 # Maps with less mass on their targets than `sharp_mass` are those of that mass with weaker logits:
 # solved for directly, fewer of their rows would peak on the target.
@@ -196,12 +196,11 @@ def require_above_uniform(target_mass: float, targets: Float[np.ndarray, "F N N"
     """Raises `InputError` for a target mass that uniform attention to a target exceeds."""
     rows = (targets.max(axis=-1) > 0).sum(axis=-1)
     uniform = (np.minimum(targets, 1 / targets.shape[-1]).sum(axis=(1, 2)) / rows).max()
-    if target_mass <= uniform:
-        larger = "a larger one, " if uniform < 0.99 else ""
-        raise InputError(
-            f"target_mass={target_mass} must be above {uniform:.3g}, that of uniform attention on "
-            f"these targets: pass {larger}a larger grid, or filters with fewer taps"
-        )
+    needs = (
+        f"above {uniform:.3g}, that of uniform attention on these targets, which is lower on a "
+        "larger grid and for filters with fewer taps"
+    )
+    require("target_mass", target_mass, needs, target_mass > uniform)
 
 
 def minimize(

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from structinit_jax.attention_init.draws import permutations
-from structinit_jax.errors import Check, InputError, is_count
+from structinit_jax.errors import Check, is_count, require
 
 OddInt = Annotated[int, Check("an odd positive whole number", lambda x: is_count(x) and x % 2 == 1)]
 TargetMass = Annotated[
@@ -39,12 +39,9 @@ def filter_kernels(
     else:
         kernels = np.asarray(filters, np.float32)
         _, height, width = kernels.shape
+        needs = "kernels [F, f, f] with odd f and no negative values, each with a positive one"
         has_values = kernels.min() >= 0 and kernels.any(axis=(1, 2)).all()
-        if height != width or height % 2 == 0 or not has_values:
-            raise InputError(
-                f"filters of shape {kernels.shape}: needs kernels [F, f, f] with odd f and no "
-                "negative values, each with a positive one"
-            )
+        require("filters", kernels, needs, height == width and height % 2 == 1 and has_values)
     return place_kernels(kernels, grid, dilation)
 
 
@@ -85,11 +82,8 @@ def filter_maps(
     Raises `InputError` for filters that lead off the grid from every token.
     """
     kernels = filter_kernels(grid, kernel_size, filters, dilation)
-    if not kernels.any(axis=(1, 2)).all():
-        raise InputError(
-            f"kernel_size, dilation or filters: on {grid} tokens, one filter leads off the grid "
-            "from every token: use a smaller kernel or dilation, or more tokens"
-        )
+    needs = "larger, or kernel_size, dilation or filters smaller: one leads off it from every token"
+    require("grid", grid, needs, kernels.any(axis=(1, 2)).all())
     return kernel_maps(kernels, grid)
 
 

@@ -23,7 +23,7 @@ from structinit_jax.attention_init.targets import (
     kernel_maps,
     relative_index,
 )
-from structinit_jax.errors import InputError
+from structinit_jax.errors import require
 
 BISECTIONS = 50  # They suffice for the precision of float64.
 
@@ -50,11 +50,8 @@ def impulse(
     """
     kernels = filter_kernels(site.grid, kernel_size, filters, dilation)
     kernels = kernels[kernels.any(axis=(1, 2))]
-    if not len(kernels):
-        raise InputError(
-            f"filters: all lead off the window of {site.grid} tokens from every token: use smaller "
-            "ones"
-        )
+    needs = f"smaller than the window of {site.grid} tokens: all lead off it from every token"
+    require("filters", filters, needs, len(kernels) > 0)
     table = bias_of_kernels(kernels, site.grid, target_mass)
     return _draw_weights(rng, table, kernel_maps(kernels, site.grid), sizes=site.sizes)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
-from structinit_jax.errors import InputError, suggest
+from structinit_jax.errors import InputError, require, suggest
 from structinit_jax.files import read_file
 
 PAPERS = Path("configs/papers.csv")  # of a checkout, like the configs that it names
@@ -35,8 +35,7 @@ def expand(
     if varied and (config.start_from or "start_from" in axes):
         raise InputError("config.start_from replaces config.attention_init: pass a single scheme")
     known = set().union(*options.values())
-    if "seed" in axes:
-        raise InputError("--grid=seed cannot be an axis: use --seeds=N")
+    require("--grid", list(axes), "other fields than seed: use --seeds=N", "seed" not in axes)
     settings = {}
     for scheme in schemes:
         others = known - options[scheme]
@@ -96,13 +95,10 @@ def read_table(table: str, words: Iterable[str] = ()) -> dict[str, dict[str, str
     if not rows:
         tables = dict.fromkeys(row["table"] for row in every)
         raise InputError(f"--table={table} is not in {PAPERS}: {suggest(table, tables)}")
-    known = dict.fromkeys(word for name in rows for word in name.split(","))
-    for word in words:
-        if word not in known:
-            raise InputError(f"--rows={word} is not in table {table}: {suggest(word, known)}")
     found = {name: row for name, row in rows.items() if {*words} <= {*name.split(",")}}
-    if not found:
-        raise InputError(f"--table={table} has no row with all of --rows={','.join(words)}")
+    known = dict.fromkeys(word for name in rows for word in name.split(","))
+    needs = f"words of the name of one row of table {table}: {', '.join(known)}"
+    require("--rows", ",".join(words), needs, found)
     return found
 
 

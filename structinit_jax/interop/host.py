@@ -236,17 +236,16 @@ class Host:
         """
         kernels = self._patch_kernels()
         if kernels and not {2, 4} & set(kernels.values()):
-            name = next(iter(kernels))
             raise InputError(
-                f"grid: {name} of shape {np.shape(self.leaves[name])} embeds patches of a sequence "
-                "or a video: pass grid=(1, N) for N tokens, or grid=(rows, cols) of a single frame"
+                f"grid: {next(iter(kernels))} embeds patches of a sequence or a video: pass "
+                "grid=(1, N) for N tokens, or grid=(rows, cols) of a single frame"
             )
         for name in self._names(_OTHER_TOKENS):
-            shape = np.shape(self.leaves[name])
-            if shape[-1:] == (self.width,) and not self._matches(_EXTRA_TOKENS, name):
+            is_token = np.shape(self.leaves[name])[-1:] == (self.width,)
+            if is_token and not self._matches(_EXTRA_TOKENS, name):
                 raise InputError(
-                    f"grid: {name} of shape {shape} may be tokens with positions of their own: "
-                    "pass grid=(rows, cols) of the image tokens"
+                    f"grid: {name} may be tokens with positions of their own: pass "
+                    "grid=(rows, cols) of the image tokens"
                 )
 
     def patch_bias(self) -> str:
@@ -342,9 +341,9 @@ def _split_rows(name, rows, extra, grid):
     else:
         squares = {n: square(rows - n) for n in sorted({0, min(1, extra), extra})}
         found = [(n, side) for n, side in squares.items() if side is not None]
-    if len(found) != 1:
-        raise InputError(
-            f"grid={grid} does not fit the {rows} rows of {name}, at most {extra} of them for "
-            "class and register tokens: pass grid=(rows, cols) of the image tokens, or positions"
-        )
+    needs = (
+        f"(rows, cols) of the image tokens, which have {rows} rows in {name}, less at most {extra} "
+        "for class and register tokens; or pass positions"
+    )
+    require("grid", grid, needs, len(found) == 1)
     return found[0]

@@ -139,14 +139,14 @@ def _find_site(
             "them"
         )
     if positions is not None:
+        needs = (
+            f"of shape [N, {host.width}] for the N image tokens of grid={grid}: leave out class "
+            "and register tokens, and pass grid=(rows, cols) if the others do not fill a square"
+        )
         shape = np.shape(positions)
         filled = grid or square(shape[0] if shape else 0)
-        if filled is None or shape != (math.prod(filled), host.width):
-            raise InputError(
-                f"positions has shape {shape} with grid={grid}, but needs [N, {host.width}] for N "
-                "image tokens: leave out class and register tokens, and pass grid=(rows, cols) if "
-                "the others do not fill a square"
-            )
+        fits = filled is not None and shape == (math.prod(filled), host.width)
+        require("positions", positions, needs, fits)
         return AttentionSite(grid=filled, **host.sizes(), positions=positions)
     if table is not None:
         return AttentionSite(
@@ -174,14 +174,11 @@ def _find_window(host: Host, grid: Grid | None) -> Grid:
     table = host.bias_tables[0]
     rows = len(host.leaves[table])
     side = math.isqrt(rows) // 2 + 1
-    for window in (grid, (side, side)):
-        if window and _num_offsets(window) in (rows, rows - 3):
-            return window
-    given = "" if grid is None else f" or one of {grid}"
-    raise InputError(
-        f"grid: the {rows} rows of {table} do not fit the offsets in a square window{given}: pass "
-        "grid=(rows, cols) of its window"
-    )
+    windows = [window for window in (grid, (side, side)) if window]
+    fitting = [window for window in windows if _num_offsets(window) in (rows, rows - 3)]
+    needs = f"(rows, cols) of a window with as many offsets as the {rows} rows of {table}"
+    require("grid", grid, needs, fitting)
+    return fitting[0]
 
 
 def _rotary_site(host: Host, given: Any, grid: Grid | None) -> RotarySite:
@@ -189,18 +186,18 @@ def _rotary_site(host: Host, given: Any, grid: Grid | None) -> RotarySite:
     parts = tuple(map(as_array, given if isinstance(given, tuple | list) else (given,)))
     d = host.head_dim
     is_pair = len(parts) == 2
-    shapes = {np.shape(part) for part in parts}
-    shape = np.shape(parts[0])
+    shapes = [np.shape(part) for part in parts]
+    shape = shapes[0]
     lead = (1,) * (4 - len(shape)) + shape[:-2]
     heads = (host.num_layers, host.num_heads)
+    needs = (
+        f"timm's model.rope.get_embed(shape=grid) [N, {2 * d}] or Hugging Face's pair "
+        f"model.rope_embeddings(pixel_values) of [N, {d}], with leading axes for {heads[0]} layers "
+        f"and {heads[1]} heads if these differ"
+    )
     fits = len(lead) == 2 and all(n in (1, m) for n, m in zip(lead, heads, strict=True))
-    if not fits or len(shapes) != 1 or shape[-1] != (d if is_pair else 2 * d):
-        raise InputError(
-            f"rotations has shape {' and '.join(map(str, shapes))}, but the model needs timm's "
-            f"model.rope.get_embed(shape=grid) [N, {2 * d}] or Hugging Face's pair "
-            f"model.rope_embeddings(pixel_values) of [N, {d}], with leading axes for "
-            f"{host.num_layers} layers and {host.num_heads} heads if these differ"
-        )
+    fits = fits and len({*shapes}) == 1 and shape[-1] == (d if is_pair else 2 * d)
+    require("rotations.shape", shapes, needs, fits)
     parts = [np.asarray(part, np.float64) for part in parts]
     cos, sin = parts if is_pair else (parts[0][..., d:], parts[0][..., :d])
     # Both channels of a pair have the same sine and cosine, which shows how channels are paired.
@@ -210,12 +207,12 @@ def _rotary_site(host: Host, given: Any, grid: Grid | None) -> RotarySite:
     angles = angles.reshape(*lead, *angles.shape[-2:]).astype(np.float32)
     tokens = angles.shape[2]
     grid = grid or square(tokens)
-    if grid is None or math.prod(grid) != tokens or not _is_even(np.exp(1j * angles), grid):
-        raise InputError(
-            f"grid={grid}: the {tokens} rotations do not turn by equal angles along the rows and "
-            "columns of this grid: pass the rotations of the image tokens alone, row by row, and "
-            "their grid=(rows, cols)"
-        )
+    needs = (
+        f"(rows, cols) of the image tokens, whose {tokens} rotations turn by equal angles along "
+        "rows and columns: pass those of the image tokens alone, row by row"
+    )
+    fits = grid is not None and math.prod(grid) == tokens
+    require("grid", grid, needs, fits and _is_even(np.exp(1j * angles), grid))
     return RotarySite(grid=grid, **host.sizes(), angles=angles, pairs=pairs)
 
 

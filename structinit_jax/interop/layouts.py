@@ -43,9 +43,7 @@ def check_array(argument: str, name: str, leaf: Any) -> None:
     is_array = isinstance(leaf, np.ndarray | jax.Array)
     if not is_array or not jnp.issubdtype(leaf.dtype, jnp.floating):
         kind = f"has dtype {leaf.dtype}" if is_array else f"is of {type(leaf)}"
-        raise InputError(
-            f"{argument}: {name} {kind}, but needs to be a NumPy or JAX array of floats"
-        )
+        raise InputError(f"{argument}: {name} {kind}, but must be a NumPy or JAX array of floats")
 
 
 def like(new: Any, old: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
@@ -240,15 +238,12 @@ def find_stacks(leaves: Leaves) -> list[Stack]:
     if stacks:
         return stacks
     similar = [n for n in leaves if re.search(r"att|qkv|query|q_proj|in_proj", n, re.IGNORECASE)]
-    if not similar:
-        names = ", ".join(list(leaves)[:6]) or "nothing"
-        raise InputError(f"params hold no attention layers that a scheme could set, only {names}")
+    names = ", ".join((similar or list(leaves))[:6]) or "nothing"
     raise InputError(
         "params hold no attention layers with the names of a known project, only "
-        f"{', '.join(similar[:6])}: if all layers have equal linear "
-        "projections from and to all channels, rename them for the call to timm's, "
-        "blocks.0.attn.qkv.weight and blocks.0.attn.proj.weight, and transpose Flax kernels to "
-        "torch's [out, in]; other attention is not supported"
+        f"{names}: if all layers have equal linear projections from and to all channels, rename "
+        "them for the call to timm's, blocks.0.attn.qkv.weight and blocks.0.attn.proj.weight, and "
+        "transpose Flax kernels to torch's [out, in]; other attention is not supported"
     )
 
 

@@ -262,7 +262,7 @@ def run_stack(
 def image_sides(image_size: int | Sequence[int]) -> tuple[int, int]:
     """Returns (height, width) of an image size, where a single number is both."""
     sides = (image_size,) * 2 if np.ndim(image_size) == 0 else tuple(image_size)
-    require("image_size", image_size, "one number, or (height, width)", lambda _: len(sides) == 2)
+    require("image_size", image_size, "one number, or (height, width)", len(sides) == 2)
     return sides
 
 
@@ -270,5 +270,5 @@ def token_grid(image_size: int | Sequence[int], patch_size: int) -> tuple[int, i
     """Returns (rows, cols) of the patches; raises `InputError` if they do not fill the image."""
     sides = image_sides(image_size)
     needs = f"a multiple of patch_size={patch_size}"
-    require("image_size", image_size, needs, lambda _: not any(side % patch_size for side in sides))
+    require("image_size", image_size, needs, not any(side % patch_size for side in sides))
     return sides[0] // patch_size, sides[1] // patch_size

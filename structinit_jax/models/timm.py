@@ -20,7 +20,7 @@ from flax import nnx, traverse_util
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import sincos_positions
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, require
 from structinit_jax.interop.layouts import (
     as_array,
     check_array,
@@ -87,12 +87,11 @@ def from_timm(model: nnx.Module, state_dict: StateDict) -> None:
         check_array("state_dict", entry.name, tensor)
         views = entry.views(ours)
         shape = (sum(map(len, views)), *views[0].shape[1:])
-        if tensor.shape != shape:
-            raise InputError(
-                f"state_dict[{entry.name!r}] has shape {tensor.shape}, but the model needs "
-                f"{shape}: create the model for these weights, or use select_weights, which keeps "
-                "the model's head and resamples the positions"
-            )
+        needs = (
+            f"of the model's shape, {shape}: create the model for these weights, or use "
+            "select_weights, which keeps the model's head and resamples the positions"
+        )
+        require(f"state_dict[{entry.name!r}]", tensor, needs, tensor.shape == shape)
         for view, part in zip(views, np.split(tensor, len(views)), strict=True):
             view[...] = part
     new = {path: like(array, old[path]) for path, array in ours.items()}
@@ -230,10 +229,10 @@ CONVMIXER_BLOCK = (
 
 
 def _entries(model: nnx.Module) -> list[Entry]:
-    if type(model) not in _FAMILIES:
-        families = ", ".join(family.__name__ for family in _FAMILIES)
-        raise InputError(f"no converter to timm for {type(model).__name__}, only for {families}")
-    return list(_FAMILIES[type(model)](model))
+    family = type(model)
+    needs = f"one of {', '.join(known.__name__ for known in _FAMILIES)}"
+    require("type(model)", family, needs, family in _FAMILIES)
+    return list(_FAMILIES[family](model))
 
 
 def _vit(model: VisionTransformer) -> Iterator[Entry]:
@@ -410,12 +409,13 @@ def resample_positions(
 def _select(name, teacher, shape):
     """Takes evenly spaced elements along every axis."""
     places = next((axes for end, axes in PLACES.items() if name.endswith(end)), slice(0))
-    fits = teacher.ndim == len(shape) and teacher.shape[places] == shape[places]
-    if not fits or any(m > n for n, m in zip(teacher.shape, shape, strict=True)):
-        raise InputError(
-            f"{name} has shape {teacher.shape} in teacher and {shape} in student: the student must "
-            "be the smaller model, with the same patch size, window size and number of tokens"
-        )
+    needs = (
+        f"at least {shape}, the student's, which is the smaller model, with the same patch size, "
+        "window size and number of tokens"
+    )
+    same_places = teacher.ndim == len(shape) and teacher.shape[places] == shape[places]
+    fits = same_places and all(n >= m for n, m in zip(teacher.shape, shape, strict=True))
+    require(f"teacher[{name!r}].shape", teacher.shape, needs, fits)
     for axis, (n, m) in enumerate(zip(teacher.shape, shape, strict=True)):
         even = np.arange(0, n, n // m) if n % m == 0 else np.linspace(0, n - 1, m)
         teacher = teacher.take(np.round(even).astype(np.int32), axis=axis)

@@ -127,11 +127,10 @@ def make_schedule(config: ConfigDict, num_examples: int) -> Schedule:
     """Converts the epochs of a config to steps, for a training split of `num_examples`."""
     batch_size = config.batch_size
     if config.data.drop_remainder:
-        if num_examples < batch_size:
-            raise InputError(
-                f"config.data.drop_remainder=True leaves no batch of {num_examples:,} training "
-                f"examples: set it to False, or lower config.batch_size={batch_size}"
-            )
+        needs = (
+            f"at most {num_examples}, one epoch, with config.data.drop_remainder=True"
+        )
+        require("config.batch_size", batch_size, needs, batch_size <= num_examples)
         num_examples -= num_examples % batch_size
     steps_per_epoch = num_examples / batch_size
     num_steps = config.num_steps or max(1, round(config.num_epochs * steps_per_epoch))

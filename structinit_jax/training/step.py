@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax.augment import Augment, make_augment
 from structinit_jax.data.loader import Batch
-from structinit_jax.errors import InputError, find
+from structinit_jax.errors import find, require
 from structinit_jax.rngs import step_rngs
 from structinit_jax.training import sharding
 from structinit_jax.training.state import AbstractModel, TrainState, split_model
@@ -102,11 +102,9 @@ def _make_value_and_grad(graphdef, loss):
         logits, _ = model(images, rng=rng)
         accuracy = jnp.mean(logits.argmax(-1) == targets.argmax(-1))
         losses = loss(logits, targets)
-        if np.shape(losses) != logits.shape[:1]:
-            raise InputError(
-                f"config.loss: the function returns shape {np.shape(losses)}, but needs the loss "
-                f"of each example, {logits.shape[:1]}"
-            )
+        shape = np.shape(losses)
+        needs = f"{logits.shape[:1]}, the loss of each example"
+        require("config.loss(logits, targets).shape", shape, needs, shape == logits.shape[:1])
         return jnp.mean(losses), (accuracy, split_model(model)[2])
 
     return jax.value_and_grad(loss_fn, has_aux=True)

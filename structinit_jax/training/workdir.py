@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax.config import scheme_options
 from structinit_jax.data.source import ImageSource, digest
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, require
 from structinit_jax.files import is_url, open_path, read_file
 from structinit_jax.training import distributed
 
@@ -54,8 +54,7 @@ def open_workdir(workdir: epath.PathLike) -> Iterator[epath.Path]:
 
 def prepare_workdir(workdir: epath.PathLike) -> Path:
     """Creates the output directory and returns its absolute path."""
-    if is_url(workdir):
-        raise InputError(f"workdir={workdir} is a URL, but this command needs a directory")
+    require("workdir", workdir, "a directory, no URL, for this command", not is_url(workdir))
     path = Path(workdir).expanduser().absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
