@@ -192,7 +192,7 @@ def weighted_cross_entropy(logits, targets):
         ("data.eval_split", "validation", r"^config\.data\.eval_split: split="),
         ("model.num_classes", 100, r"^config\.model: num_classes=100"),
         ("batch_size", 60, r"config\.batch_size=60 must be a multiple of 8"),
-        ("attention_init.kernel_size", 9, r"on \(4, 4\) tokens, one filter leads off the grid"),
+        ("attention_init.kernel_size", 9, r"^config\.attention_init: grid=\(4, 4\)"),
         ("optimizer", "test_train:nothing", r"config\.optimizer='test_train:nothing'"),
     ],
 )
