@@ -45,6 +45,20 @@ def test_the_keys_of_a_run_do_not_depend_on_jaxs_default():
         np.testing.assert_array_equal(jax.random.key_data(rng), jax.random.key_data(same))
 
 
+def test_programs_for_gpus_draw_initial_weights_by_calls(tiny_config, monkeypatch):
+    lowered = []
+    lower = jax.stages.Traced.lower
+
+    def lower_for_gpus_too(traced):
+        lowered.append(lower(traced, lowering_platforms=("cuda",)).as_text())
+        return lower(traced)
+
+    monkeypatch.setattr(jax.stages.Traced, "lower", lower_for_gpus_too)
+    for fsdp in (1, 2):
+        start(tiny_config, make_mesh(fsdp))
+    assert ["threefry2x32_ffi" in program for program in lowered] == [True, False]
+
+
 @pytest.fixture
 def teacher(tmp_path):
     """Weights of a larger model with timm's names, and the path of their file."""

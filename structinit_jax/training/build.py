@@ -127,9 +127,7 @@ def make_schedule(config: ConfigDict, num_examples: int) -> Schedule:
     """Converts the epochs of a config to steps, for a training split of `num_examples`."""
     batch_size = config.batch_size
     if config.data.drop_remainder:
-        needs = (
-            f"at most {num_examples}, one epoch, with config.data.drop_remainder=True"
-        )
+        needs = f"at most {num_examples}, one epoch, with config.data.drop_remainder=True"
         require("config.batch_size", batch_size, needs, batch_size <= num_examples)
         num_examples -= num_examples % batch_size
     steps_per_epoch = num_examples / batch_size
