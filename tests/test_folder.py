@@ -63,6 +63,7 @@ def test_slices_hold_some_of_every_class_and_partition_the_split(root, tmp_path_
     ("change", "reason"),
     [
         (lambda root: root.rename(root.with_name("gone")), "there is no such folder"),
+        (lambda root: (root / "val" / "cat" / "loop").symlink_to(".."), "loop.* cannot be read"),
         (lambda root: (root / "val" / "cat").rename(root / "val" / "cats"), r"have: \['cats'\]"),
         (lambda root: [p.unlink() for p in (root / "train" / "cat").iterdir()], "train/cat holds"),
         (lambda root: [(root / "train" / n).rename(root / n) for n in CLASSES], "no class"),

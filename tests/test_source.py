@@ -73,13 +73,18 @@ def test_slices_and_reads_agree():
 def test_images_are_files_bytes_or_pixels(tmp_path):
     image = Image.new("RGB", (6, 5), (10, 20, 30))
     image.save(tmp_path / "0.png")
-    images = [tmp_path / "0.png", (tmp_path / "0.png").read_bytes(), np.asarray(image)]
+    content = (tmp_path / "0.png").read_bytes()
+    images = [tmp_path / "0.png", content, np.asarray(image), bytearray(content)]
+    images += [np.frombuffer(content, np.uint8), image]
     records = [{"image": image, "label": label} for label, image in enumerate(images)]
-    source = Dataset.from_records("mixed", {"train": records}, ["a", "b", "c"]).split("train")
-    for found, _ in source.read(range(3)):
+    source = Dataset.from_records("mixed", {"train": records}, range(6)).split("train")
+    for found, _ in source.read(range(5)):
         np.testing.assert_array_equal(found.decode(), np.asarray(image))
+        assert found.checksum()
+    with pytest.raises(InputError, match=r"^mixed 'train', example 5=<PIL.* must be the path"):
+        source[5]
     assert source[0][0].name == f"mixed 'train', example 0 ({tmp_path}/0.png)"
-    chosen = source.select(np.array([True, False, True]))
+    chosen = source.select(np.array([True, False, True, False, False, False]))
     assert [label for _, label in chosen.read([0, 1])] == chosen.labels().tolist() == [0, 2]
     (tmp_path / "0.png").unlink()
     with pytest.raises(BadImageError, match=r"0\.png\): No such file"):

@@ -70,7 +70,10 @@ def open_folder(root: Folder) -> Dataset:
     folders = {split: folder / split for split in SPLITS if (folder / split).is_dir()}
     deep = bool(folders)
     folders = folders or {"train": folder}
-    found = {split: _find_classes(path, left_out, deep) for split, path in folders.items()}
+    try:
+        found = {split: _find_classes(path, left_out, deep) for split, path in folders.items()}
+    except OSError as error:  # no permission, or a link to a folder that holds it
+        raise problem(f"{error.filename} cannot be read ({error.strerror})") from error
     first = next(iter(found))
     if not found[first] or not any(any(classes.values()) for classes in found.values()):
         raise problem("it holds no class folder with images")

@@ -14,14 +14,14 @@ import io
 import math
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import simplejpeg
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from structinit_jax import rngs
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, require
 
 try:
     import cykooz_resizer as simd  # six times as fast as Pillow
@@ -69,8 +69,8 @@ class JpegHeader(NamedTuple):
 class StoredImage:
     """An image that is read and decoded on demand, to 1 or 3 channels.
 
-    `stored` is the path of a file, its content, or pixels: uint8 [h, w] or [h, w, 1 or 3]. Error
-    messages call the image `name`.
+    `stored` is the path of a file, its content in bytes or an array [n], or pixels: uint8 [h, w] or
+    [h, w, 1 or 3]. Error messages call the image `name`.
 
     - Gray, palette, CMYK and YCCK images are converted to RGB, or to gray for one channel, as
       Pillow converts them.
@@ -85,7 +85,11 @@ class StoredImage:
     damaged or not supported.
     """
 
-    def __init__(self, stored: bytes | np.ndarray | str | os.PathLike, channels: int, name: str):
+    def __init__(self, stored: Any, channels: int, name: str):
+        if isinstance(stored, bytearray | memoryview) or getattr(stored, "ndim", 0) == 1:
+            stored = bytes(stored)
+        needs = "the path of an image, the content of its file, or its pixels in uint8"
+        require(name, stored, needs, isinstance(stored, str | os.PathLike | bytes | np.ndarray))
         self.name = name
         self._stored = stored
         self._channels = channels

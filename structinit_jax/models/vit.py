@@ -168,7 +168,11 @@ class VisionTransformer(Model):
         patches = patches.reshape(images.shape[0], self.grid[0] * self.grid[1], self.width)
         embedded = self._add_class_token_and_positions(patches)
         rates = np.linspace(0, self.drop_path, self.depth, dtype=np.float32)
-        options = dict(with_maps=with_maps, angles=self._angles())
+        angles = None
+        if self.position_kind == "rope":
+            angles = rotary_angles(self.grid, self.width // self.num_heads)[0, 0]
+            angles = np.pad(angles, ((self.num_prefix, 0), (0, 0)))  # a class token does not rotate
+        options = dict(with_maps=with_maps, angles=angles)
         x, blocks = run_stack(
             self.blocks, embedded, remat=self.remat, drop_path_rates=rates, rng=rng, **options
         )
@@ -189,11 +193,3 @@ class VisionTransformer(Model):
         else:
             positions = self.positions[...]
         return patches + jnp.asarray(positions, patches.dtype)[None]
-
-    def _angles(self):
-        """Returns each token's rotation [T, d / 2] in radians; None without rotary positions."""
-        if self.position_kind != "rope":
-            return None
-        angles = rotary_angles(self.grid, self.width // self.num_heads)[0, 0]
-        # The class token does not rotate.
-        return np.pad(angles, ((self.num_prefix, 0), (0, 0)))
