@@ -215,8 +215,13 @@ def _check_of(hint: Any) -> Check:
 
 def check_scheme(scheme: Any) -> None:
     """Raises `InputError` unless `scheme(rng, site)` can be called."""
-    needs = "a function of (rng, site): call the scheme, as in impulse()"
-    require("attention_init", scheme, needs, lambda x: inspect.signature(x).bind("rng", "site"))
+    try:
+        inspect.signature(scheme).bind("rng", "site")
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"attention_init={getattr(scheme, '__name__', repr(scheme))} must be a function of "
+            "(rng, site): call the scheme, as in impulse()"
+        ) from error
 
 
 def is_reference(name: str) -> bool:

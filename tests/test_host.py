@@ -123,6 +123,14 @@ def test_arguments_that_do_not_fit_are_refused(message, options):
         )
 
 
+def test_a_linear_layer_is_no_position_table():
+    params = {k: v for k, v in state_dict("huggingface").items() if "position" not in k}
+    square = {"pos_proj.weight": np.ones((36, 32), np.float32)}
+    assert site_of(params | square, num_heads=4).grid == (6, 6)
+    with pytest.raises(InputError, match=r"^positions: .* no position table"):
+        site_of(params | square | {"pos_proj.bias": np.ones(36, np.float32)}, num_heads=4)
+
+
 def test_a_sequence_of_tokens_is_a_grid_of_one_row():
     params = patches(16) | {"pos_embed": np.ones((1, 17, WIDTH), np.float32)}
     assert site_of(params, num_heads=HEADS, grid=(1, 16)).grid == (1, 16)
@@ -135,6 +143,9 @@ def test_rotary_positions_beside_a_table_are_reported():
     with pytest.warns(UserWarning, match=r"rope\.freqs rotates queries and keys"):
         interop.initialize(params, normal_scheme, RNG, num_heads=HEADS)
     del params["pos_embed"]
+    given = dict(num_heads=HEADS, positions=sincos_positions(GRID, WIDTH))
+    with pytest.warns(UserWarning, match=r"rope\.freqs rotates queries and keys"):
+        site_of(params, **given)
     with pytest.raises(InputError, match=r"rope\.freqs rotates .* pass rotations=model"):
         interop.initialize(params, normal_scheme, RNG, num_heads=HEADS)
 

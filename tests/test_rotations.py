@@ -118,7 +118,8 @@ def test_huggingface_dinov3_is_found():
 
 
 @pytest.mark.parametrize(
-    "rotations", [TABLE[:, :8], (TABLE, TABLE), TABLE[0], np.stack([TABLE] * 3), "rope"]
+    "rotations",
+    [TABLE[:, :8], (TABLE, TABLE), TABLE[0], np.stack([TABLE] * 3), "rope", [TABLE] * 3, []],
 )
 def test_tables_that_do_not_fit_are_refused(params, rotations):
     with pytest.raises(InputError, match=r"^rotations"):

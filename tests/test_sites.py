@@ -39,7 +39,13 @@ def test_sites_of_the_users_own_take_weights_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("width", 1), ("head_dim", 5), ("angles", np.zeros((1, 3, 6, 2)))]
+    ("field", "value"),
+    [
+        ("width", 1),
+        ("head_dim", 5),
+        ("angles", np.zeros((1, 3, 6, 2))),
+        ("angles", np.full((1, 1, 6, 2), np.nan)),
+    ],
 )
 def test_rotary_sites_that_no_scheme_can_serve_are_refused(field, value):
     fields = dict(width=8, head_dim=4, angles=si.rotary_angles((2, 3), 4)) | {field: value}

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from structinit_jax.attention_init.solve import find_hits
 from structinit_jax.attention_init.targets import relative_index
+from structinit_jax.errors import require
 
 # -- attention maps --------------------------------------------------------------------------------
 
@@ -80,6 +81,9 @@ def attention_by_offset(
     Each offset is averaged over the tokens of the grid (rows, columns) that have that neighbor. The
     result is [*batch, 2 rows - 1, 2 columns - 1]; the center is a token's attention to itself.
     """
+    num_tokens = grid[0] * grid[1]
+    needs = f"of shape [..., {num_tokens}, {num_tokens}]: leave out class and register tokens"
+    require("maps", maps, needs, maps.shape[-2:] == (num_tokens, num_tokens))
     shape = (2 * grid[0] - 1, 2 * grid[1] - 1)
     place = relative_index(grid).T.ravel()  # from query to key
     count = np.bincount(place, minlength=shape[0] * shape[1])

@@ -1,4 +1,4 @@
-"""Structured initialization of attention for any model; needs only JAX, optax and jaxtyping.
+"""Structured initialization of attention for any model; needs neither Flax nor our models.
 
 A scheme is a function of options that returns a function `(rng, site) -> weights`. A site describes
 a stack of equal layers. The weights have the layout of Flax's kernels:
@@ -341,8 +341,8 @@ class _Scheme:
         if kind not in self.functions:
             known = ", ".join(site_type.__name__ for site_type in self.functions)
             raise InputError(
-                f"{self.name}(…)(rng, site) is for {known}, not for a {kind.__name__}: use "
-                "default()"
+                f"{self.name}(…)(rng, site) is for {known}, not for a {kind.__name__}: use another "
+                "scheme"
             )
         function = self.functions[kind]
         for name in self.changed.keys() - function.keywords.keys():
@@ -355,8 +355,6 @@ class _Scheme:
         report = getattr(weights, "report", None)
         # The bias of a window is exact, as far as so few tokens allow.
         is_solved = report is not None and weights.bias is None
-        if is_solved and is_concrete(report.hit_rate):
-            message = reach_warning(report)
-            if message:
-                warn(message)
+        if is_solved and is_concrete(report.hit_rate) and (message := reach_warning(report)):
+            warn(message)
         return weights

@@ -83,7 +83,7 @@ def mimetic_vo(
     width = sizes.width
     heads = (sizes.num_heads, sizes.head_dim)
     inner = heads[0] * heads[1]
-    needs = f"at most width / head_dim = {width} / {heads[1]} for mimetic weights"
+    needs = f"at most width / head_dim = {width} / {heads[1]}, except for 'default' and 'impulse'"
     require("num_heads", heads[0], needs, inner <= width)
     product = near_identity(rng, (layers, width), noise=0.4, identity=-0.4)
     a, b = split_product(product, width)

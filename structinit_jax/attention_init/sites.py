@@ -151,13 +151,15 @@ class RotarySite(AttentionStack):
         require("RotarySite.head_dim", self.head_dim, "even", lambda d: d % 2 == 0)
         whole = (self.num_layers, self.num_heads, self.num_tokens, self.head_dim // 2)
         needs = (
-            f"of shape [L, h, N, d / 2] = {whole}, with 1 in place of L or h if these share it: "
-            "leave out class and register tokens"
+            f"finite and of shape [L, h, N, d / 2] = {whole}, with 1 in place of L or h if these "
+            "share it: leave out class and register tokens"
         )
 
         def fits(angles):
             shape = np.shape(angles)
-            return shape[2:] == whole[2:] and np.broadcast_shapes(shape, whole) == whole
+            if shape[2:] != whole[2:] or np.broadcast_shapes(shape, whole) != whole:
+                return False
+            return not is_concrete(angles) or np.isfinite(np.asarray(angles)).all()
 
         require("RotarySite.angles", self.angles, needs, fits)
 
@@ -337,12 +339,12 @@ def sincos_positions(
     return np.concatenate(channels, axis=1).astype(np.float32)
 
 
-def trained_positions(site: AttentionStack, *, replace: bool, scale: float) -> dict[str, Any]:
+def trained_positions(site: AttentionSite, *, replace: bool, scale: float) -> dict[str, Any]:
     """Returns the fields of `AttentionWeights` that set or scale a site's trainable positions.
 
     These are `positions` or `position_scale`. Fixed positions stay as they are.
     """
-    if not isinstance(site, AttentionSite) or not site.positions_trainable:
+    if not site.positions_trainable:
         return {}
     if replace:
         return dict(positions=sincos_positions(site.grid, site.width))

@@ -212,37 +212,17 @@ def minimize(
     learning_rate: float = LEARNING_RATE,
     steps: int = STEPS,
 ) -> tuple[Any, Float[Array, "*F"]]:
-    """Minimizes a loss with `adam` over `factors`, a tree of arrays, and returns factors and norm.
+    """Minimizes a loss with Adam over `factors`, a tree of arrays, and returns factors and norm.
 
     `loss_and_mass(factors, norm)` normalizes the factors, whose columns should have a norm of about
     1, so that only their directions matter. With a target mass, the norm rises while the mass is
     below it and falls while it is above, between 1/16 and 8 times its initial value.
+
+    The learning rate falls linearly to 0. Unlike in `optax.adam`, entries along the last axis of an
+    array share their second moment. With one for each entry, rounding errors grow to full steps
+    where the loss is flat, and the weights of a seed would differ between one device and eight.
     """
     bounds = [change * norm for change in NORM_CHANGE]
-    optimizer = adam(learning_rate, steps)
-
-    def body(_, carry):
-        factors, state, norm = carry
-        grads, mass = jax.grad(loss_and_mass, has_aux=True)(factors, norm)
-        if target_mass is not None:
-            odds = mass / (1 - jnp.minimum(mass, 0.999))
-            change = (target_mass / (1 - target_mass) / odds) ** ODDS_EXPONENT
-            norm = jnp.clip(norm * change, *bounds).astype(norm.dtype)
-        updates, state = optimizer.update(grads, state)
-        return optax.apply_updates(factors, updates), state, norm
-
-    start = (factors, optimizer.init(factors), norm)
-    factors, _, norm = jax.lax.fori_loop(0, steps, body, start)
-    return factors, norm
-
-
-def adam(learning_rate: float, steps: int) -> optax.GradientTransformation:
-    """Returns Adam with a learning rate that falls linearly to 0 after `steps`.
-
-    Unlike in `optax.adam`, entries along the last axis of an array share their second moment. With
-    one for each entry, rounding errors grow to full steps where the loss is flat, and the weights
-    of a seed would differ between one device and eight.
-    """
     count = np.arange(1, steps + 1)
     rates = 1 - (count - 1) / steps
     rates *= np.sqrt(1 - B2**count) / (1 - B1**count)  # corrects the bias of both moments
@@ -251,19 +231,23 @@ def adam(learning_rate: float, steps: int) -> optax.GradientTransformation:
     def mean_square(grads):
         return jax.tree.map(lambda grad: jnp.mean(grad**2, axis=-1, keepdims=True), grads)
 
-    def init(params):
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), zeros, mean_square(zeros))
-
-    def update(grads, state, params=None):
-        del params
-        first = optax.tree.update_moment(grads, state.mu, B1, order=1)
-        second = optax.tree.update_moment(mean_square(grads), state.nu, B2, order=1)
-        rate = rates[state.count]
+    def body(step, carry):
+        factors, first, second, norm = carry
+        grads, mass = jax.grad(loss_and_mass, has_aux=True)(factors, norm)
+        if target_mass is not None:
+            odds = mass / (1 - jnp.minimum(mass, 0.999))
+            change = (target_mass / (1 - target_mass) / odds) ** ODDS_EXPONENT
+            norm = jnp.clip(norm * change, *bounds).astype(norm.dtype)
+        first = optax.tree.update_moment(grads, first, B1, order=1)
+        second = optax.tree.update_moment(mean_square(grads), second, B2, order=1)
+        rate = rates[step]
         updates = jax.tree.map(lambda m, v: -rate * m / (jnp.sqrt(v) + EPSILON), first, second)
-        return updates, optax.ScaleByAdamState(state.count + 1, first, second)
+        return optax.apply_updates(factors, updates), first, second, norm
 
-    return optax.GradientTransformation(init, update)
+    zeros = jax.tree.map(jnp.zeros_like, factors)
+    start = (factors, zeros, mean_square(zeros), norm)
+    factors, _, _, norm = jax.lax.fori_loop(0, steps, body, start)
+    return factors, norm
 
 
 # -- maps and targets ------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from structinit_jax.attention_init import AttentionWeights
-from structinit_jax.attention_init.sites import check_shape, is_concrete
+from structinit_jax.attention_init.sites import Grid, check_shape, is_concrete
 from structinit_jax.errors import InputError, is_count, require
 from structinit_jax.interop.layouts import (
     FIELDS,
@@ -23,8 +23,6 @@ from structinit_jax.interop.layouts import (
     shared_parts,
     unsupported,
 )
-
-Grid = tuple[int, int]
 
 # Patterns of names, below the stem of the model or, of norms, below the block.
 _POSITIONS = r"(?:.*\.)?(?:[^.]*pos[^.]*(?:\.(?:embeddings?|weight))?|wpe)"
@@ -206,10 +204,12 @@ class Host:
 
     def position_table(self, grid: Grid | None) -> PositionTable | None:
         """Finds the learned position table, or returns None. For `grid` see `initialize`."""
-        found = {
-            name: _table_shape(self.leaves[name], self.width) for name in self._names(_POSITIONS)
-        }
-        found = {name: shape for name, shape in found.items() if shape}
+        found = {}
+        for name in self._names(_POSITIONS):
+            shape = _table_shape(self.leaves[name], self.width)
+            # A linear layer, whose name may be alike, has a bias.
+            if shape and f"{name.removesuffix('weight')}bias" not in self.leaves:
+                found[name] = shape
         if not found:
             return None
         # The text tower of a CLIP model also has one.

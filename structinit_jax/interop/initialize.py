@@ -18,9 +18,15 @@ from structinit_jax.attention_init import (
     WindowSite,
 )
 from structinit_jax.attention_init.draws import split_by_stack
-from structinit_jax.attention_init.sites import GRID, AttentionStack, check_shape, check_weights
+from structinit_jax.attention_init.sites import (
+    GRID,
+    AttentionStack,
+    Grid,
+    check_shape,
+    check_weights,
+)
 from structinit_jax.errors import InputError, check_scheme, require, warn
-from structinit_jax.interop.host import Grid, Host, find_hosts, square
+from structinit_jax.interop.host import Host, find_hosts, square
 from structinit_jax.interop.layouts import (
     Leaves,
     as_array,
@@ -130,7 +136,7 @@ def _find_site(
         return _rotary_site(host, rotations, grid)
     rotary = host.rotary_positions()
     if rotary is not None:
-        if host.position_table(grid) is None:
+        if table is None and positions is None:
             raise InputError(
                 f"params: {rotary} rotates queries and keys: pass rotations={ROTATIONS}"
             )
@@ -140,7 +146,7 @@ def _find_site(
         )
     if positions is not None:
         needs = (
-            f"of shape [N, {host.width}] for the N image tokens of grid={grid}: leave out class "
+            f"of shape [N, {host.width}] for the N image tokens with grid={grid}: leave out class "
             "and register tokens, and pass grid=(rows, cols) if the others do not fill a square"
         )
         shape = np.shape(positions)
@@ -174,8 +180,8 @@ def _find_window(host: Host, grid: Grid | None) -> Grid:
     table = host.bias_tables[0]
     rows = len(host.leaves[table])
     side = math.isqrt(rows) // 2 + 1
-    windows = [window for window in (grid, (side, side)) if window]
-    fitting = [window for window in windows if _num_offsets(window) in (rows, rows - 3)]
+    sizes = (rows, rows - 3)
+    fitting = [w for w in (grid, (side, side)) if w and _num_offsets(w) in sizes]
     needs = f"(rows, cols) of a window with as many offsets as the {rows} rows of {table}"
     require("grid", grid, needs, fitting)
     return fitting[0]
@@ -187,7 +193,7 @@ def _rotary_site(host: Host, given: Any, grid: Grid | None) -> RotarySite:
     d = host.head_dim
     is_pair = len(parts) == 2
     shapes = [np.shape(part) for part in parts]
-    shape = shapes[0]
+    shape = shapes[0] if shapes else ()
     lead = (1,) * (4 - len(shape)) + shape[:-2]
     heads = (host.num_layers, host.num_heads)
     needs = (
@@ -196,7 +202,8 @@ def _rotary_site(host: Host, given: Any, grid: Grid | None) -> RotarySite:
         f"and {heads[1]} heads if these differ"
     )
     fits = len(lead) == 2 and all(n in (1, m) for n, m in zip(lead, heads, strict=True))
-    fits = fits and len({*shapes}) == 1 and shape[-1] == (d if is_pair else 2 * d)
+    fits = fits and len(parts) <= 2 and len({*shapes}) == 1
+    fits = fits and shape[-1] == (d if is_pair else 2 * d)
     require("rotations.shape", shapes, needs, fits)
     parts = [np.asarray(part, np.float64) for part in parts]
     cos, sin = parts if is_pair else (parts[0][..., d:], parts[0][..., :d])

@@ -222,7 +222,7 @@ def find_stack(leaves: Leaves) -> Stack:
     seeing = [
         stack._replace(stem=stem)
         for stack, stem in zip(stacks, stems, strict=True)
-        if any(name.startswith(stem) and _rank(leaf) == 4 for name, leaf in leaves.items())
+        if any(name.startswith(stem) and np.ndim(leaf) == 4 for name, leaf in leaves.items())
     ]
     if len(seeing) == 1:
         return seeing[0]
@@ -256,7 +256,7 @@ def _stacks(leaves: Leaves, layout: Layout) -> list[Stack]:
         weights = {weight for attention in group for weight in layout.weights(attention)}
         if not weights <= leaves.keys():
             continue
-        rank = _rank(leaves[layout.weights(group[0])[0]])
+        rank = np.ndim(leaves[layout.weights(group[0])[0]])
         if layout.torch or rank == 3:
             stacks.append(Stack(layout, tuple(group)))
         elif rank == 4:
@@ -288,7 +288,3 @@ def shared_parts(*names: str) -> int:
     """Returns the number of first parts that names have in common."""
     columns = zip(*(name.split(".") for name in names), strict=False)
     return len(list(itertools.takewhile(lambda column: len(set(column)) == 1, columns)))
-
-
-def _rank(leaf: Any) -> int:
-    return len(getattr(leaf, "shape", ()))

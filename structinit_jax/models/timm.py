@@ -95,9 +95,7 @@ def from_timm(model: nnx.Module, state_dict: StateDict) -> None:
         for view, part in zip(views, np.split(tensor, len(views)), strict=True):
             view[...] = part
     new = {path: like(array, old[path]) for path, array in ours.items()}
-    state = nnx.state(model)
-    nnx.replace_by_pure_dict(state, traverse_util.unflatten_dict(new, sep="/"))
-    nnx.update(model, state)
+    nnx.update(model, traverse_util.unflatten_dict(new, sep="/"))
 
 
 def _arrays_by_path(model: nnx.Module) -> dict[str, Any]:
@@ -107,6 +105,8 @@ def _arrays_by_path(model: nnx.Module) -> dict[str, Any]:
 def _read_names(state_dict: StateDict) -> dict[str, Any]:
     """Returns the weights by timm's names, without buffers and the prefixes of wrappers."""
     refuse_torch_module("state_dict", state_dict)
+    needs = "a mapping of timm's names to arrays, such as to_timm(model)"
+    require("type of the state dict", type(state_dict), needs, isinstance(state_dict, Mapping))
     return {
         unwrapped(name): as_array(leaf)
         for name, leaf in state_dict.items()
@@ -410,8 +410,8 @@ def _select(name, teacher, shape):
     """Takes evenly spaced elements along every axis."""
     places = next((axes for end, axes in PLACES.items() if name.endswith(end)), slice(0))
     needs = (
-        f"at least {shape}, the student's, which is the smaller model, with the same patch size, "
-        "window size and number of tokens"
+        f"at least {shape}, the student's, and equal to it along axes of pixels, windows and "
+        "tokens: use a smaller student with the same patch size, window size and number of tokens"
     )
     same_places = teacher.ndim == len(shape) and teacher.shape[places] == shape[places]
     fits = same_places and all(n >= m for n, m in zip(teacher.shape, shape, strict=True))
