@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax.config import Overrides
-from structinit_jax.errors import InputError, StoppedError, printable, require
+from structinit_jax.errors import InputError, StoppedError, printable
 
 FLAGS = flags.FLAGS
 # Flags that several commands share.
@@ -103,8 +103,8 @@ def use_compilation_cache() -> None:
 
 def required_workdir() -> str:
     """Returns --workdir; `InputError` if it is not set."""
-    needs = "set, to the output directory, such as /tmp/digits"
-    require("--workdir", FLAGS.workdir, needs, FLAGS.workdir)
+    if not FLAGS.workdir:
+        raise InputError("--workdir is required: the output directory, such as /tmp/digits")
     return FLAGS.workdir
 
 
@@ -136,7 +136,8 @@ def read_config(overrides: Overrides) -> ConfigDict:
         config = config_lib.load_config(FLAGS.config)
     else:
         workdir = FLAGS.get_flag_value("workdir", None)
-        require("--config", None, "set, such as to configs/vit_t_digits.py", workdir)
+        if not workdir:
+            raise InputError("--config or --workdir is required: a config file, or a run")
         config = config_lib.load_run_config(workdir, bool(FLAGS.trust_workdir))
     config_lib.set_fields(config, overrides)
     return config.lock()

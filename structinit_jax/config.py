@@ -280,9 +280,11 @@ def load_config(location: str | Path) -> ConfigDict:
     `InputError` if there is no such file or row.
     """
     stem, suffix, row = str(location).partition(".py:")
-    path = stem + suffix.removesuffix(":")
-    needs = f"a file ({Path.cwd()} has none there): run from the repository, or pass the whole path"
-    require("config", path, needs, Path(path).is_file())
+    path = str(Path(stem + suffix.removesuffix(":")).expanduser())
+    needs = (
+        f"a Python file, from {Path.cwd()} or by its whole path; for that of a run, pass --workdir"
+    )
+    require("config", path, needs, path.endswith(".py") and Path(path).is_file())
     get_config = runpy.run_path(path).get("get_config")
     needs = "a function that returns base_config() with changes"
     require(f"config={path}: get_config", get_config, needs, callable)

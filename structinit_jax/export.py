@@ -103,7 +103,7 @@ def export(config: ConfigDict, workdir: str | Path, folder: Path, step: str = "n
     config_lib.validate(config)
     card = timm_card(config)
     is_run = (folder / "checkpoints").exists()
-    require("folder", str(folder), "another one than the workdir of a run", not is_run)
+    require("folder", str(folder), "another folder than the workdir of a run", not is_run)
     model, state = restore_model(config, workdir, jax.local_devices()[:1], step)
     weights = jax.device_get((state.params, state.model_state))
     weights = to_timm(nnx.merge(model.graphdef, *weights))

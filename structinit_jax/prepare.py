@@ -54,10 +54,7 @@ def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> No
     builder = find_builder(name, data_dir and os.path.expanduser(data_dir))
     if builder.data_path.exists():
         return
-    needs = (
-        "prepared where TensorFlow is installed, which TFDS needs for it, here or on another "
-        "machine: pip install '.[prepare]'"
-    )
+    needs = "prepared with TensorFlow, here or on another machine: pip install '.[prepare]'"
     require("--name", name, needs, importlib.util.find_spec("tensorflow") is not None)
     try:
         config = tfds.download.DownloadConfig(manual_dir=manual_dir)

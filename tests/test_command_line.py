@@ -40,7 +40,7 @@ def test_a_mistake_is_named_where_no_device_works(tmp_path):
     )
     result = fork_main.run(CONFIG, module=str(script), timeout=60)
     assert result.returncode == 2, result.stderr
-    assert "error: --workdir=" in result.stderr
+    assert "error: --workdir is required" in result.stderr
     assert "Traceback" not in result.stderr
 
 

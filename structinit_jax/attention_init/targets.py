@@ -82,7 +82,7 @@ def filter_maps(
     Raises `InputError` for filters that lead off the grid from every token.
     """
     kernels = filter_kernels(grid, kernel_size, filters, dilation)
-    needs = "larger, or kernel_size, dilation or filters smaller: one leads off it from every token"
+    needs = "larger, or kernel_size or dilation smaller: a filter leads off it from every token"
     require("grid", grid, needs, kernels.any(axis=(1, 2)).all())
     return kernel_maps(kernels, grid)
 
