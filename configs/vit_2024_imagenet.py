@@ -19,51 +19,31 @@ Hardware: 8 or more data-center GPUs or TPUs. Time: not measured.
 Accuracy to expect: the published figures are in configs/papers.csv; not run here.
 """
 
-from typing import Literal
+from pathlib import Path
 
-from structinit_jax.config import base_config
+from structinit_jax.config import load_config
 
-# Initialization -> scheme, and `model.base_init`.
-INITS = {
-    "impulse_2024": ("impulse_2024", "pytorch"),
-    "mimetic": ("mimetic", "pytorch"),
-    "truncated_normal": ("default", "timm"),
-    "kaiming_uniform": ("default", "pytorch"),
-    "impulse": ("impulse", "pytorch"),
-}
+RECIPE = Path(__file__).with_name("vit_2024_small.py")  # schedule, schemes and augmentation
 
 
-def get_config(
-    init: Literal[*INITS] = "impulse_2024",
-    kernel_size: Literal["3", "5"] = "3",
-):
-    config = base_config("vit_tiny_patch16_224")
+def get_config(init: str = "impulse_2024", kernel_size: str = "3"):
+    config = load_config(f"{RECIPE}:cifar10,vit_tiny_patch2_32,{init},{kernel_size}")
     config.num_epochs = 300.0
     config.batch_size = 4096
-    config.label_smoothing = 0.1
-    config.schedule = "timm_cosine"
     config.learning_rate = 4e-3
     config.warmup_epochs = 50.0
-    config.warmup_learning_rate = 1e-5
     config.final_learning_rate = 0.0
     config.weight_decay = 0.05
     config.adam_epsilon = 1e-8
     config.clip_norm = 0.0
     config.log_every_steps = 50
+    config.eval_every_epochs = 5.0
     config.checkpoint_every_steps = 312  # one epoch
 
     config.model.num_classes = 1000
-    config.model.positions = "sincos"
-    config.model.pool = "mean"
-    config.model.dtype = "bfloat16"
-    scheme, config.model.base_init = INITS[init]
-    config.attention_init = dict(name=scheme)
-    if kernel_size != "3":
-        config.attention_init.kernel_size = int(kernel_size)
+    config.model.patch_size = 16
 
     config.augment.crop = "resized"
-    config.augment.flip = 0.5
-    config.augment.rand_augment = "rand-m9-mstd0.5-inc1"
     config.augment.erasing = 0.25
     config.augment.mixup = 1.0
     config.augment.cutmix = 0.8
@@ -71,7 +51,6 @@ def get_config(
 
     config.data.name = "imagenet2012"
     config.data.eval_split = "validation"
-    config.data.drop_remainder = True
     config.data.image_size = 224
     config.data.crop_fraction = 0.9
     config.data.mean = (0.5, 0.5, 0.5)

@@ -7,6 +7,7 @@ defines the fields of `config.model`, and `augment.AugmentConfig` those of `conf
 import ast
 import dataclasses
 import inspect
+import json
 import runpy
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -152,6 +153,10 @@ def validate(config: ConfigDict) -> None:
     _check_section(AugmentConfig, dict(config.augment), "config.augment.")
     with prefixed("config.model."):
         models.check_fields(dict(config.model))
+    needs = "a value that JSON can hold, for config.json: for an array, name a function of your own"
+    for section in ("model", "attention_init"):  # the two whose fields are not all known
+        for field, value in config[section].to_dict().items():
+            require(f"config.{section}.{field}", value, needs, json.dumps)
     channels = data.channels
     for field in ("mean", "std"):
         needs = f"a tuple of config.data.channels={channels} numbers, such as {(0.5,) * channels}"
@@ -213,7 +218,7 @@ def set_scheme(config: ConfigDict, name: str) -> None:
     """
     section = config.attention_init
     options = scheme_options(name)
-    if name == section.name:
+    if name == section.get("name"):
         return
     with config.unlocked():
         section.name = name

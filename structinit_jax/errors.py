@@ -240,9 +240,11 @@ def find(name: str, known: Mapping[str, Any], field: str) -> Any:
         raise InputError(f"{field}={name!r} is unknown: {suggest(name, known)}")
     module_name, _, attribute = name.partition(":")
     try:
-        return getattr(importlib.import_module(module_name), attribute)
+        found = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise InputError(
             f"{field}={name!r} cannot be imported ({error}): the module must be in the "
             f"working directory, {os.getcwd()}, or on PYTHONPATH"
         ) from error
+    require(field, name, "the name of a function or class", callable(found))
+    return found

@@ -71,7 +71,7 @@ def draw(images: np.ndarray, captions: Sequence[str]) -> Figure:
 
 def define_flags() -> None:
     """Defines the flags of this command alone."""
-    flags.DEFINE_integer("step", 1, "Training step, counted from 1.", lower_bound=1)
+    flags.DEFINE_integer("step", 1, "Training step, counted from 1.", 1, 10**9 - 1)
 
 
 def main(overrides: command_line.Overrides) -> None:

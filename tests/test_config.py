@@ -34,6 +34,7 @@ def changed(field, value):
         ("augment.flip", 2.0),
         ("augment.mix_group", 3),
         ("augment.rand_augment", "rand-m9-x1"),
+        ("attention_init.filters", b"1"),
     ],
 )
 def test_bad_values_are_refused_by_field_and_value(field, value):
@@ -63,10 +64,12 @@ def test_mistaken_options_of_a_scheme_name_the_section(options):
         config_lib.make_attention_init(config)
 
 
-@pytest.mark.parametrize("former", ["impulse", "kaiming_uniform"])  # the latter no longer exists
+@pytest.mark.parametrize(
+    "former", [{"name": "impulse"}, {"name": "kaiming_uniform"}, {}]  # the second no longer exists
+)
 def test_a_new_scheme_keeps_the_options_that_it_takes(former, capsys):
     config = changed("seed", 0)
-    config.attention_init = dict(name=former, kernel_size=5, dilation=2, norm=1.0)
+    config.attention_init = dict(former, kernel_size=5, dilation=2, norm=1.0)
     config_lib.set_field(config, "attention_init.name", "impulse_2024")
     assert config.attention_init.to_dict() == dict(name="impulse_2024", kernel_size=5)
     assert "'impulse_2024' does not use dilation\n" in capsys.readouterr().out

@@ -215,7 +215,17 @@ def test_a_second_process_trains_other_settings(start, tmp_path, capsys):
     (tmp_path / "default" / "seed_0" / "metrics.jsonl").unlink()
     with lock_workdir(tmp_path / "default"):  # as the first does
         assert start(["default", "impulse"], [0]) == (0, [("impulse", 0)])
-    assert "default seed 0: another process trains this setting\n" in capsys.readouterr().out
+    assert "default: another process trains this setting\n" in capsys.readouterr().out
+
+
+def test_a_setting_is_locked_between_its_runs_too(start, tmp_path, monkeypatch):
+    def format_duration(seconds):  # of what is left, after a run
+        with pytest.raises(InputError), lock_workdir(tmp_path / "default"):
+            pass
+        return "an hour"
+
+    monkeypatch.setattr(grid, "format_duration", format_duration)
+    assert start(["default"], [0, 1]) == (0, [("default", 0), ("default", 1)])
 
 
 def test_the_command_stops_and_resumes(tmp_path):

@@ -157,34 +157,38 @@ def _train_all(workdir, info, settings, seeds) -> int:
     began = time.perf_counter()
     trained = 0
     failed = 0
-    runs = [(name, seed) for name in settings for seed in seeds]
-    for number, (name, seed) in enumerate(runs, start=1):
+    total = len(settings) * len(seeds)
+    for done, (name, config) in enumerate(settings.items()):
         facts = info["settings"][name]
-        run = report.SeedRun(workdir, name, seed, facts)
-        label = f"[{number}/{len(runs)}] {name} seed {seed}:"
-        if run.status == "done":
-            print(label, f"done before, {run.result}", flush=True)
-            continue
-        run.folder.mkdir(parents=True, exist_ok=True)
-        try:
-            with workdir_lib.lock_workdir(run.folder.parent):
-                _train(settings[name], run, label, stop)
-        except InputError:  # of the lock: those of the run are recorded
-            print(label, "another process trains this setting", flush=True)
-            continue
-        run = report.SeedRun(workdir, name, seed, facts)
-        trained += 1
-        failed += run.status != "done"
-        left = (time.perf_counter() - began) / trained * (len(runs) - number)
-        print(label, f"{run.result}; about {format_duration(left)} left", flush=True)
-        if stop.reached(0):  # by a signal during the last step
-            raise StoppedError("stopped: run the same command again to resume", PREEMPTED_EXIT_CODE)
+        (workdir / name).mkdir(exist_ok=True)
+        with contextlib.ExitStack() as locked:
+            try:
+                locked.enter_context(workdir_lib.lock_workdir(workdir / name))
+            except InputError:
+                print(f"{name}: another process trains this setting", flush=True)
+                continue
+            for number, seed in enumerate(seeds, start=done * len(seeds) + 1):
+                run = report.SeedRun(workdir, name, seed, facts)
+                label = f"[{number}/{total}] {name} seed {seed}:"
+                if run.status == "done":
+                    print(label, f"done before, {run.result}", flush=True)
+                    continue
+                _train(config, run, label, stop)
+                run = report.SeedRun(workdir, name, seed, facts)
+                trained += 1
+                failed += run.status != "done"
+                left = (time.perf_counter() - began) / trained * (total - number)
+                print(label, f"{run.result}; about {format_duration(left)} left", flush=True)
+                if stop.reached(0):  # by a signal during the last step
+                    text = "stopped: run the same command again to resume"
+                    raise StoppedError(text, PREEMPTED_EXIT_CODE)
     return failed
 
 
 def _train(config, run, label, stop):
     """Trains a run, with its output in `log.txt`, and records the error if it fails."""
     print(label, "started", flush=True)
+    run.folder.mkdir(exist_ok=True)
     config = config.copy_and_resolve_references()
     config.seed = run.seed
     terminal = sys.stdout

@@ -136,28 +136,26 @@ def make_schedule(config: ConfigDict, num_examples: int) -> Schedule:
     interval = max(1.0, config.eval_every_epochs * steps_per_epoch)
     evaluations = range(1, int(num_steps / interval) + 1)
     eval_steps = frozenset(round(interval * number) for number in evaluations) | {num_steps}
+    # `validate` refuses this for a run of `num_epochs`.
+    if config.cooldown_epochs and config.cooldown_epochs * steps_per_epoch >= num_steps:
+        print(
+            f"note: config.num_steps={num_steps} are within config.cooldown_epochs="
+            f"{config.cooldown_epochs}: all have config.final_learning_rate"
+        )
     rates = dict(
+        num_steps=num_steps,
         learning_rate=config.learning_rate,
         warmup_epochs=config.warmup_epochs,
         warmup_learning_rate=config.warmup_learning_rate,
         final_learning_rate=config.final_learning_rate,
         cooldown_epochs=config.cooldown_epochs,
     )
-    if config.schedule == "timm_cosine":
-        num_epochs = config.num_epochs
-        if config.num_steps:
-            num_epochs = num_steps * batch_size / num_examples
-        learning_rate = optimizer_lib.timm_cosine(
-            num_epochs=num_epochs,
-            num_steps=num_steps,
-            num_examples=num_examples,
-            batch_size=batch_size,
-            **rates,
-        )
+    if config.schedule == "cosine":
+        learning_rate = optimizer_lib.cosine(steps_per_epoch=steps_per_epoch, **rates)
     else:
-        learning_rate = optimizer_lib.cosine(
-            num_steps=num_steps, steps_per_epoch=steps_per_epoch, **rates
-        )
+        num_epochs = num_steps / steps_per_epoch if config.num_steps else config.num_epochs
+        sizes = dict(num_examples=num_examples, batch_size=batch_size)
+        learning_rate = optimizer_lib.timm_cosine(num_epochs=num_epochs, **sizes, **rates)
     return Schedule(num_steps, steps_per_epoch, eval_steps, learning_rate)
 
 
