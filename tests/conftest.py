@@ -1,6 +1,7 @@
 """Runs the tests on eight virtual CPU devices, with shapes, types and promotions checked."""
 
 import contextlib
+import gc
 import io
 import os
 import resource
@@ -25,6 +26,7 @@ import jax
 import numpy as np
 import pytest
 
+gc.set_threshold(100_000)  # as commands do
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
