@@ -20,13 +20,19 @@ Accuracy to expect: the published figures are in configs/papers.csv; not run her
 """
 
 from pathlib import Path
+from typing import Literal
 
 from structinit_jax.config import load_config
 
 RECIPE = Path(__file__).with_name("vit_2024_small.py")  # schedule, schemes and augmentation
 
 
-def get_config(init: str = "impulse_2024", kernel_size: str = "3"):
+def get_config(
+    init: Literal[
+        "impulse_2024", "mimetic", "truncated_normal", "kaiming_uniform", "impulse"
+    ] = "impulse_2024",
+    kernel_size: Literal["3", "5"] = "3",
+):
     config = load_config(f"{RECIPE}:cifar10,vit_tiny_patch2_32,{init},{kernel_size}")
     config.num_epochs = 300.0
     config.batch_size = 4096

@@ -2,10 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from conftest import set_up
 from flax import nnx
 
+from structinit_jax.data.source import Dataset
 from structinit_jax.errors import InputError
 from structinit_jax.models.model import Model
 from structinit_jax.training import build
@@ -19,6 +21,13 @@ def test_a_split_that_overlaps_the_training_split_is_noted(tiny_config, capsys):
     tiny_config.data.eval_split = "train[300:400]"
     build.open_splits(tiny_config, build.open_data(tiny_config))
     assert capsys.readouterr().out.startswith("note: training sees 84 examples of the evaluation")
+
+
+def test_a_split_without_labels_is_refused_when_it_is_opened(tiny_config):
+    records = [{"image": np.zeros((8, 8), np.uint8), "label": -1}] * 384
+    dataset = Dataset.from_records("mine", {"train": records}, range(10))
+    with pytest.raises(InputError, match="label -1 is not"):
+        build.open_split(tiny_config, dataset, "train_split")
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "timm_cosine"])
@@ -68,6 +77,8 @@ def test_a_step_fits_what_images_leave():
     assert check_memory(step, 1000, needed + 1000).startswith(f"{needed / 2**20:,.0f} MiB of ")
     with pytest.raises(InputError, match=r"config\.model\.remat"):
         check_memory(step, 1001, needed + 1000)
+    donated = jax.jit(lambda x: x + 1, donate_argnums=0).lower(jnp.zeros(10**6)).compile()
+    assert bytes_needed(donated) < 1.5 * 4 * 10**6  # the result is where the argument was
 
 
 def test_out_of_memory_names_fields_and_other_errors_pass():

@@ -150,6 +150,17 @@ def test_a_run_without_an_intact_checkpoint_does_not_start_anew(directory):
     assert all((directory / str(step) / checkpoint.RUN).exists() for step in (4, 8, 12))
 
 
+def test_a_first_upload_that_one_process_has_not_finished_is_no_damage(tmp_path, monkeypatch):
+    with opened(tmp_path) as checkpoints:
+        save(checkpoints, 4)
+    (tmp_path / "4" / "index_0.json").unlink()
+    with pytest.raises(InputError, match="has no intact checkpoint"), opened(tmp_path):
+        pass
+    monkeypatch.setattr(checkpoint, "is_url", lambda path: True)  # a folder as the bucket
+    with opened(tmp_path) as checkpoints:
+        assert checkpoints.latest_step is None
+
+
 def test_nothing_of_another_program_is_deleted(directory, capsys):
     (directory / "12" / checkpoint.RUN).unlink()
     others = [directory / name for name in ("16/notes.txt", "20/state_dict", "24/state/a", "24/b")]
@@ -193,6 +204,13 @@ def test_parts_of_another_run_or_step_are_noticed(directory, tmp_path, capsys):
         shutil.copy(source / "index_0.json", directory / "12")
         assert checkpoint.find_step(directory) == 8
         assert "index_0.json belongs to another run.json" in capsys.readouterr().out
+
+
+def test_the_data_may_be_elsewhere_for_another_process(directory):
+    run = checkpoint.read_run(directory, 12)
+    run["config"]["data"] = {"data_dir": "/elsewhere"}
+    files_lib.write_index(epath.Path(directory / "12"), 0, run, files_of(directory / "12"))
+    assert checkpoint.find_step(directory) == 12
 
 
 def test_the_state_of_another_step_is_not_restored(directory):
@@ -286,10 +304,10 @@ def test_an_error_of_a_save_is_raised_and_not_logged_as_well(directory, caplog):
 
 def test_accuracies_on_other_images_are_not_compared(directory):
     with opened(directory) as checkpoints:
-        for step, accuracy in ((16, 0.1), (20, 0.05), (24, None), (28, 0.02), (32, None)):
+        for step, accuracy in ((16, 0.1), (20, 0.1), (24, None), (28, 0.02), (32, None)):
             save(checkpoints, step, accuracy=accuracy, evaluation="train[90%:]")
-    assert checkpoint.find_step(directory, "best") == 16
-    assert [p.name for p in checkpoint.step_folders(directory)] == ["32", "28", "16"]
+    assert checkpoint.find_step(directory, "best") == 20  # the newer of two that are as good
+    assert [p.name for p in checkpoint.step_folders(directory)] == ["32", "28", "20"]
 
 
 def test_the_newest_the_best_or_any_checkpoint_is_found(directory, capsys):

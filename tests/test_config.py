@@ -45,6 +45,11 @@ def test_bad_values_are_refused_by_field_and_value(field, value):
     assert f"{name}={value!r} must be " in str(caught.value)
 
 
+def test_a_mixer_starts_from_its_default_weights():
+    names = [config_lib.base_config(x).attention_init.name for x in ("vit", "mixer")]
+    assert names == ["impulse", "default"]
+
+
 def test_sections_are_neither_added_nor_replaced():
     config = config_lib.base_config()
     config.augmentation = dict(flip=0.5)
@@ -56,6 +61,19 @@ def test_sections_are_neither_added_nor_replaced():
         config_lib.validate(config)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"cooldown_epochs": 30.0, "num_steps": 9},
+        {"attention_init.name": "impulse_2025", "start_from": "model.safetensors"},
+    ],
+)
+def test_values_need_not_fit_what_is_not_used(fields):
+    config = changed("seed", 0)
+    config.update_from_flattened_dict(fields)
+    config_lib.validate(config)
+
+
 @pytest.mark.parametrize("options", [dict(kernel_size=4), dict(target_mass=1.0), dict(norm=1.0)])
 def test_mistaken_options_of_a_scheme_name_the_section(options):
     config = changed("seed", 0)
@@ -65,7 +83,8 @@ def test_mistaken_options_of_a_scheme_name_the_section(options):
 
 
 @pytest.mark.parametrize(
-    "former", [{"name": "impulse"}, {"name": "kaiming_uniform"}, {}]  # the second no longer exists
+    "former",
+    [{"name": "impulse"}, {"name": "kaiming_uniform"}, {}],  # the second no longer exists
 )
 def test_a_new_scheme_keeps_the_options_that_it_takes(former, capsys):
     config = changed("seed", 0)
@@ -191,6 +210,7 @@ def test_the_row_after_the_colon_gives_the_arguments_of_get_config(tmp_path):
 
 def test_a_run_of_an_earlier_version_is_read_without_the_fields_that_are_gone(tmp_path, capsys):
     config = changed("seed", 3)
+    config.attention_init.sizes = (1, 2)  # of a scheme of the user's own
     model = config.model.to_dict() | {"dropout": 0.0}
     old = config.to_dict() | {"num_workers\x1b": 8, "model": model}
     (tmp_path / "config.json").write_text(json.dumps(old))
@@ -227,7 +247,9 @@ def test_another_config_json_is_refused(tmp_path, text):
         config_lib.load_run_config(tmp_path)
 
 
-@pytest.mark.parametrize("field", config_lib.CODE_FIELDS)
+@pytest.mark.parametrize(
+    "field", ["model.name", "data.name", "attention_init.name", "loss", "optimizer"]
+)
 def test_modules_that_a_workdir_names_need_consent(tmp_path, field, monkeypatch):
     (tmp_path / "strangers.py").write_text("raise AssertionError('imported')")
     monkeypatch.syspath_prepend(tmp_path)

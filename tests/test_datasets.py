@@ -39,6 +39,8 @@ def test_a_prepared_set_is_read(tmp_path):
         np.testing.assert_array_equal(image.decode(), pixels)
     gray, _ = open_dataset("imagenet_sketch", tmp_path, channels=1).split("test")[0]
     assert gray.decode().shape == (2, 3, 1)
+    write_small_set(tmp_path / "gray", channels=1)
+    assert open_dataset("imagenet_sketch", tmp_path / "gray").info.channels == 1
 
 
 @pytest.mark.parametrize(

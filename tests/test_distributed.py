@@ -136,3 +136,19 @@ def test_incomplete_arguments_are_refused(arguments):
 )
 def test_clusters_are_recognized_by_their_environment(environment, found):
     assert distributed._in_cluster(environment) == found
+
+
+def test_a_second_signal_interrupts_at_once():
+    former = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with distributed.StopRequest() as stop:
+        assert not stop.reached(1)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.reached(2)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == former
+
+
+def test_a_process_of_a_cluster_may_train_alone(monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    distributed.join(num_processes=1)

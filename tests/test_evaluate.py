@@ -1,3 +1,4 @@
+import csv
 import dataclasses
 import json
 
@@ -13,6 +14,7 @@ from structinit_jax import evaluate
 from structinit_jax.augment import normalize
 from structinit_jax.data import datasets
 from structinit_jax.data.datasets import open_dataset
+from structinit_jax.data.images import CenterCrop, StoredImage
 from structinit_jax.errors import InputError
 from structinit_jax.training import checkpoint, sharding
 from structinit_jax.training import workdir as workdir_lib
@@ -23,8 +25,12 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 def test_a_checkpoint_is_evaluated_as_in_training_or_on_other_data(
     run_config, finished_run, tmp_path, capsys
 ):
-    results = evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
+    results = evaluate.evaluate_checkpoint(run_config, finished_run.workdir, out=tmp_path)
     assert results == pytest.approx(finished_run.results, rel=1e-6)
+    examples = np.bincount(open_dataset("digits").split("test[:90]").labels()).tolist()
+    for folder in (tmp_path, finished_run.workdir):
+        with (folder / "per_class.csv").open() as file:
+            assert [int(row["examples"]) for row in csv.DictReader(file)] == examples
     write_small_set(tmp_path, num_classes=10)
     run_config.data.update(name="imagenet_sketch", eval_split="test", data_dir=str(tmp_path))
     evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
@@ -87,6 +93,8 @@ def test_data_with_other_classes_are_refused(run_config, finished_run, monkeypat
 def test_the_checkpoint_can_be_chosen(run_config, finished_run, tmp_path, capsys):
     evaluate.evaluate_checkpoint(run_config, finished_run.workdir, "8")
     assert "step 8  eval loss" in capsys.readouterr().out
+    run = checkpoint.read_run(finished_run.workdir / "checkpoints", 8)
+    assert run["accuracy"] is None  # It was not evaluated in training.
     lines = (finished_run.workdir / "metrics.jsonl").read_text().splitlines()
     metrics = [line for line in map(json.loads, lines) if "eval/accuracy" in line]
     best = max(metrics, key=lambda line: (line["eval/accuracy"], line["step"]))
@@ -133,6 +141,16 @@ def test_logits_are_those_of_the_checkpoint(classify, digits, run_config, finish
     )
     np.testing.assert_allclose(classify(files), expected, atol=1e-5)
     np.testing.assert_allclose(classify(str(f) for f in files[3:4]), expected[3:4], atol=1e-5)
+
+
+def test_files_are_cropped_as_the_config_says(classify, digits, tmp_path, monkeypatch):
+    images, files = digits
+    for number, image in enumerate(images[:3]):
+        cropped = CenterCrop(8, 0.5)(StoredImage(image, 1, "digit"))
+        Image.fromarray(cropped[..., 0]).save(tmp_path / f"{number}.png")
+    expected = classify(tmp_path / f"{number}.png" for number in range(3))
+    monkeypatch.setitem(classify.config.data, "crop_fraction", 0.5)
+    np.testing.assert_allclose(classify(files[:3]), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(

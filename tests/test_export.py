@@ -46,7 +46,8 @@ def test_a_folder_has_the_card_and_the_class_map_of_timm(
     assert card["model_args"]["embed_dim"] == 16
     assert card["label_names"] == names
     assert card["pretrained_cfg"]["input_size"] == [1, 8, 8]
-    assert card["pretrained_cfg"]["mean"] == [0.3]
+    pixels = [card["pretrained_cfg"][name] for name in ("mean", "std")]
+    assert pixels == [[0.3], [0.4]]
     with safe_open(tmp_path / "model.safetensors", "numpy") as file:
         assert json.loads(file.metadata()["config"]) == card
     labels = pickle.loads((tmp_path / "class_map.pkl").read_bytes())
@@ -77,6 +78,19 @@ def test_timms_arguments_name_every_size(options, name, arguments):
     config.model.update(options)
     card = export.timm_card(config)
     assert (card["architecture"], card["model_args"]) == (name, sizes | arguments)
+
+
+def test_timms_arguments_of_a_swin():
+    config = base_config("swin")
+    sizes = dict(patch_size=2, window_size=4, depths=(2, 1), num_heads=(2, 4), mlp_ratio=3.0)
+    config.model.update(sizes, width=16)
+    config.data.crop_fraction = 0.9
+    card = export.timm_card(config)
+    assert card["architecture"] == "swin_tiny_patch4_window7_224"
+    sizes |= dict(embed_dim=16, depths=[2, 1], num_heads=[2, 4])
+    assert card["model_args"] == dict(in_chans=3, num_classes=1000, img_size=224) | sizes
+    assert card["pretrained_cfg"]["classifier"] == "head.fc"
+    assert card["pretrained_cfg"]["crop_pct"] == 0.9
 
 
 @pytest.mark.parametrize(("decay", "kind"), [(0.0, "the weights"), (0.9, "the averaged weights")])

@@ -101,8 +101,9 @@ def test_a_second_command_trains_only_what_is_missing(start, tiny_config, tmp_pa
     changed.num_epochs = 3.0
     with pytest.raises(InputError, match=r"num_epochs: 2.0 -> 3.0\n"):
         start(["default"], config=changed)
-    changed.update(num_epochs=2.0, keep_checkpoints=5)  # does not change the results
+    changed.update(num_epochs=2.0, keep_checkpoints=5, seed=7)  # do not change the results
     assert start(["default"], [0], config=changed) == (0, [])
+    assert "| default | 4 of 4 |" in (tmp_path / "report.md").read_text()
 
 
 def test_settings_keep_the_baseline_of_their_last_command(start, tmp_path):
@@ -262,7 +263,7 @@ def test_the_command_trains_a_row_of_a_table(tmp_path):
         "augment": dict(crop="none", rand_augment="", erasing=0.0, mixup=0.0, cutmix=0.0),
     }
     arguments = [
-        *("--table=2024.2", "--seeds=1", f"--workdir={tmp_path}", "--config.model.dtype=float32"),
+        *("--table=2024.2", f"--workdir={tmp_path}", "--config.model.dtype=float32"),
         *("--config.num_steps=2", "--config.batch_size=64", "--config.seed=3"),
         *(f"--config.{part}.{k}={v}" for part in small for k, v in small[part].items()),
     ]
@@ -272,6 +273,7 @@ def test_the_command_trains_a_row_of_a_table(tmp_path):
     text = (tmp_path / "report.md").read_text()
     (row,) = [line for line in text.splitlines() if "| 1 of 1 |" in line]
     assert row.startswith("| cifar10,truncated_normal |")
+    assert (tmp_path / "cifar10,truncated_normal" / "seed_3").exists()
     assert "| 88.63 |" in row
     assert "cifar10,truncated_normal: Table 1 has 85.30" in text
     for wrong in ("--rows=cifar11", "--schemes=default"):

@@ -118,6 +118,8 @@ def test_scaled_decode_is_large_enough_and_alike(photo, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     content = encoded(large, "JPEG", quality=95, exif=exif)
+    # Padding before a marker, and one that is no frame although its number is among theirs.
+    content = content[:2] + b"\xff\xff\xcc\0\4\0\x10" + content[2:]
     upright = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
     image = StoredImage(content, 3, "large")
     width, height = upright.size
@@ -183,6 +185,16 @@ def test_boxes_are_distributed_as_timms(size):
     assert (boxes[:, 2:] >= 1).all()
 
 
+def test_boxes_have_the_given_share_of_the_area_or_are_central():
+    crop = RandomCrop(224, seed=0, scale=(0.25, 0.5))
+    boxes = np.array([crop.draw_box((400, 400), position) for position in range(100)])
+    areas = boxes[:, 2:].prod(axis=1) / 400**2
+    assert 0.24 < areas.min() < 0.3 < 0.45 < areas.max() < 0.51
+    # No allowed ratio fits these.
+    assert crop.draw_box((1000, 10), 0) == (493, 0, 13, 10)
+    assert crop.draw_box((10, 1000), 0) == (0, 493, 10, 13)
+
+
 def test_boxes_depend_on_seed_and_position_alone():
     def draw(seed, position):
         return RandomCrop(224, seed).draw_box((375, 500), position)
@@ -194,6 +206,8 @@ def test_boxes_depend_on_seed_and_position_alone():
     names = [crop.draw_interpolation(position) for position in range(200)]
     assert 70 < names.count("bicubic") < 130
     assert set(names) == {"bicubic", "bilinear"}
+    areas = [math.prod(crop.draw_box((375, 500), position)[2:]) for position in range(200)]
+    assert abs(np.corrcoef(areas, np.equal(names, "bicubic"))[0, 1]) < 0.2
 
 
 @pytest.mark.parametrize("simd", [True, False])

@@ -107,12 +107,12 @@ def test_speed_and_time_left_are_those_of_training_alone(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(metrics_lib.time, "perf_counter", lambda: now[0])
     schedule = Schedule(1_000_100, 10.0, frozenset(), optax.constant_schedule(1e-3))
-    progress = Progress(0, schedule, 64)
+    progress = Progress(50, schedule, 64)
     now[0] += 6
     for kind, seconds in (("data", 2), ("evaluation", 4), ("checkpoint", 3), ("checkpoint", 5)):
         with progress.wait(kind):
             now[0] += seconds
-    values = progress.measure(100)
+    values = progress.measure(150)
     assert values == {
         "images_per_second": 800.0,
         "data_wait": 0.1,
@@ -124,7 +124,8 @@ def test_speed_and_time_left_are_those_of_training_alone(monkeypatch, capsys):
         "step 100/1000100  epoch 10.0  loss 0.5000  lr 1.00e-03  800 images/s  22:13:20 left\n"
     )
     now[0] += 1
-    assert progress.measure(101)["checkpoint_wait"] == 0.0
+    waits = {"data_wait": 0.0, "checkpoint_wait": 0.0, "evaluation_wait": 0.0}
+    assert progress.measure(152) == {"images_per_second": 128.0, **waits}
 
 
 def test_a_trace_ends_after_four_steps(tmp_path, capsys):

@@ -102,7 +102,7 @@ def test_updates_are_clipped_adamw(library_promotion):
     ("num_examples", "fields", "steps", "evaluations"),
     [
         (384, {}, 12, {6, 12}),
-        (100, {"num_epochs": 4.0}, 6, {2, 3, 5, 6}),
+        (100, {"num_epochs": 4.4}, 7, {2, 3, 5, 6, 7}),
         (384, {"num_steps": 7}, 7, {6, 7}),
         (384, {"eval_every_epochs": 100.0}, 12, {12}),
         (10, {"num_epochs": 1.0}, 1, {1}),
@@ -187,6 +187,7 @@ def test_warm_up_is_linear_then_a_cosine_and_the_cool_down_constant():
     later = 0.1 + 0.9 * (1 + np.cos(np.pi * 0.25)) / 2
     for fields, expected in (
         ({}, {10: 0.6, 20: 1.0, 40: later, 100: 0.1}),
+        ({"final_learning_rate": 2.0}, {20: 1.0, 100: 1.0}),  # is above the peak
         ({"cooldown_epochs": 3.0}, {20: 1.0, 45: 0.55, 70: 0.1, 95: 0.1}),
     ):
         rates = [make_rate(**fields)(step) for step in expected]

@@ -71,11 +71,15 @@ def test_published_accuracies_have_a_column(tmp_path):
 
 def test_curves_are_those_of_finished_runs(tmp_path):
     runs = {
-        "default": {0: {6: 0.1, 12: 0.5}, 1: {6: 0.12, 12: 0.52}, 2: {6: 0.9}},
+        "default": {0: {6: 0.1, 9: 0.3, 12: 0.5}, 1: {6: 0.12, 12: 0.52}, 2: {6: 0.9}},
         "mimetic": {0: {12: 0.4}, 1: None},
     }
     comparison = record(tmp_path, runs, {"mimetic": {"test_name": "val"}})
-    first, second = report.draw_curves(*comparison).axes[0].get_lines()
+    axis = report.draw_curves(*comparison).axes[0]
+    first, second = axis.get_lines()
+    (band,) = axis.collections
     np.testing.assert_allclose(first.get_ydata(), [11, 51])
     np.testing.assert_allclose(second.get_ydata(), [40])
+    heights = band.get_paths()[0].vertices[:, 1]
+    np.testing.assert_allclose([heights.min(), heights.max()], [11 - 2**0.5, 51 + 2**0.5])
     assert report.draw_curves(*record(tmp_path, {"impulse": {0: None}})) is None

@@ -52,6 +52,8 @@ def test_a_setting_has_one_name_however_it_is_written(tiny_config):
     assert first == [f"impulse,data.drop_remainder=True,learning_rate={r}" for r in (0.001, 0.002)]
     # Characters with a meaning in paths are replaced.
     assert names("data.train_split=train[:64]") == ["impulse,data.train_split=train__64_"]
+    with pytest.raises(InputError, match=r"the name 'impulse,data\.train_split=train__64_'"):
+        names("data.train_split=train[:64]", "data.train_split=train{:64}")
     # Commas within brackets do not separate values.
     axes = settings.parse_axes(["data.mean=(0.1,),(0.2,)"])
     assert axes == {"data.mean": ["(0.1,)", "(0.2,)"]}
@@ -75,6 +77,9 @@ def test_weights_that_replace_the_schemes_leave_nothing_to_compare(tiny_config):
     ):
         with pytest.raises(InputError, match=r"^config.start_from"):
             settings.expand(tiny_config, schemes, axes)
+    tiny_config.start_from = ""
+    with pytest.raises(InputError, match=r"^config.start_from"):
+        settings.expand(tiny_config, ["impulse", "default"], {"start_from": ["a", "b"]})
 
 
 # -- tables of the papers --------------------------------------------------------------------------
@@ -94,6 +99,9 @@ def test_the_options_of_a_scheme_may_stand_before_its_name():
     fields = [("attention_init.target_mass", "0.3"), ("attention_init.name", "impulse")]
     for config in settings.configs_of(rows, fields).values():
         assert config.attention_init.target_mass == 0.3
+    row = {"config": "configs/vit_t_digits.py", "fields": "model.depth=3 model.width=96"}
+    model = settings.configs_of({"a": row}, [("model.depth", "5")])["a"].model
+    assert (model.depth, model.width) == (5, 96)  # the command line has the last word
     with pytest.raises(InputError, match=r"--table=2024\.9"):
         settings.read_table("2024.9")
 

@@ -29,11 +29,12 @@ def test_a_batch_without_augmentation_is_the_data(tiny_config):
 
 
 def test_random_resized_crops_are_those_of_the_positions_in_the_stream(tiny_config):
-    tiny_config.augment.crop = "resized"
+    tiny_config.seed = 1
+    tiny_config.augment.update(crop="resized", crop_scale=(0.3, 0.6))
     images, _, _ = show.training_batch(tiny_config, 2)
     source = open_dataset("digits").split("train[:384]")
     indices = stream_indices(tiny_config.seed, np.arange(64, 128), 384)
-    crop = RandomCrop(8, tiny_config.seed)
+    crop = RandomCrop(8, tiny_config.seed, (0.3, 0.6))
     for position, (image, _) in enumerate(source.read(indices.tolist())):
         np.testing.assert_array_equal(images[position], crop(image, 64 + position))
 

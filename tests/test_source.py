@@ -48,7 +48,11 @@ def test_splits_are_tfds(spec):
 
 
 @pytest.mark.parametrize(
-    "spec", ["trian", "train[:58]", "train[", "", "train[90%:10%]", "train[:1shard]", "train[:_]"]
+    "spec",
+    [
+        *("trian", "train[:58]", "train[-58:]", "train["),
+        *("", "train[90%:10%]", "train[:1shard]", "train[:_]"),
+    ],
 )
 def test_bad_splits_are_refused_by_name(spec):
     with pytest.raises(InputError, match=r"^split='.* 'train' \(57\), 'test'"):
@@ -91,7 +95,7 @@ def test_images_are_files_bytes_or_pixels(tmp_path):
         source[0][0].decode()
 
 
-@pytest.mark.parametrize("label", [2, "a", 0.5])
+@pytest.mark.parametrize("label", [2, -1, "a", 0.5])
 def test_labels_that_are_no_classes_are_named(label):
     records = [{"image": PIXELS, "label": label} for label in (np.int64(1), label)]
     source = Dataset.from_records("mine", {"train": records}, ["a", "b"]).split("train")
@@ -174,11 +178,12 @@ def test_of_a_large_set_all_sizes_and_a_sample_are_covered(root, monkeypatch):
         path.write_bytes(b"pixels")
 
 
-def test_the_digest_covers_images_labels_and_classes_of_a_list():
+@pytest.mark.parametrize("kind", [list, tuple])  # of the latter, as of other records, a sample
+def test_the_digest_covers_images_labels_and_classes_of_a_list(kind):
     def of_list(*labels, last=PIXELS, names="ab"):
         records = [{"image": PIXELS, "label": label} for label in labels]
         records[-1]["image"] = last
-        dataset = Dataset.from_records("mine", {"train": records}, names)
+        dataset = Dataset.from_records("mine", {"train": kind(records)}, names)
         return digest(dataset.split("train"), dataset.class_names)
 
     images = (PIXELS, PIXELS + 1, PIXELS.reshape(2, 8, 3), PIXELS.tobytes())

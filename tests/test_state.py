@@ -73,6 +73,7 @@ def teacher(tmp_path):
 
 def test_weights_are_selected_from_a_larger_model(tiny_config, teacher):
     weights, path = teacher
+    tiny_config.seed = 1
     tiny_config.model.positions = "learned"
     mesh = make_mesh(fsdp=2)
     model = build.make_model(tiny_config, mesh)

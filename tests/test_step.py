@@ -3,6 +3,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from conftest import library_promotion_rules, make_batch, make_tiny_config, place, set_up
 from flax import nnx
@@ -10,9 +11,10 @@ from scipy.special import log_softmax
 
 from structinit_jax import augment
 from structinit_jax.errors import InputError
-from structinit_jax.models import layers
+from structinit_jax.models import default_config, layers
 from structinit_jax.rngs import split_seed, step_rngs
 from structinit_jax.training.evaluation import make_eval_step
+from structinit_jax.training.state import split_model
 from structinit_jax.training.step import _move_average
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -76,7 +78,15 @@ def test_losses_agree_with_scipy(setup, state):
     expected = -log_p[np.arange(64), batch["label"]]
     np.testing.assert_allclose(results["loss"], expected, rtol=1e-5)
     smoothed = 0.9 * np.eye(10)[batch["label"]] + 0.1 / 10
+
+    def smoothed_loss(params):
+        model = nnx.merge(setup.model.graphdef, params, state.model_state)
+        logits, _ = model(jnp.asarray(images, jnp.float32))
+        return -(smoothed * jax.nn.log_softmax(logits)).sum(-1).mean()
+
+    norm = optax.tree.norm(jax.jit(jax.grad(smoothed_loss))(state.params))
     metrics = setup.train_step(state, batch, np.uint32(0))[1]
+    np.testing.assert_allclose(metrics["gradient_norm"], norm, rtol=1e-4)
     np.testing.assert_allclose(metrics["loss"], -(smoothed * log_p).sum(-1).mean(), rtol=1e-5)
     correct = log_p.argmax(-1) == batch["label"]
     np.testing.assert_allclose(metrics["accuracy"], correct.mean(), rtol=1e-6)
@@ -114,7 +124,7 @@ def test_seeds_share_a_program(config, setup):
 
 def test_augmentation_depends_on_the_step_only(config, setup, first_state):
     config = config.copy_and_resolve_references()
-    config.augment.update(flip=0.5, mixup=0.8, erasing=0.25, crop="pad")
+    config.augment.update(flip=0.5, cutmix=1.0, erasing=0.25, crop="pad")
     random_setup = set_up(config)
 
     def metrics_at(step, setup):
@@ -156,7 +166,9 @@ def test_parts_of_a_batch_and_operations_on_it_have_keys_of_their_own(config, mo
     monkeypatch.setattr(augment.mix, "mix", lambda rng, *a, **k: mix(record(rng), *a, **k))
     monkeypatch.setattr(layers, "drop_path", lambda x, rate, rng: drop(x, rate, record(rng)))
     setup = set_up(config)
-    jax.block_until_ready(setup.train_step(setup.initialize(), make_batch(), np.uint32(0)))
+    state = setup.initialize()
+    _, metrics = jax.block_until_ready(setup.train_step(state, make_batch(), np.uint32(0)))
+    assert "accuracy" not in metrics
     jax.effects_barrier()
     drops = 2 * 2 * 2  # in both parts, two in each of two blocks
     assert len(keys) == drops + 4 * 64 + 1  # four operations on each image, and mixup
@@ -173,6 +185,31 @@ def test_a_batch_in_parts_takes_the_same_step(config, setup, first_state):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), parts.params, whole.params
     )
+
+
+def test_running_statistics_follow_the_parts_of_a_batch(config):
+    config = config.copy_and_resolve_references()
+    sizes = dict(width=8, depth=1, kernel_size=3, patch_size=2, num_classes=10)
+    config.model = default_config("convmixer") | sizes
+    config.update(accumulate_steps=2, ema_decay=0.75)
+    setup = set_up(config)
+    start = jax.device_get(setup.initialize())
+    batch = make_batch()
+    images = jnp.asarray((batch["image"] / 255 - 0.3) / 0.4, jnp.float32)
+    weights = jax.tree.map(jnp.asarray, (start.params, start.model_state))
+    model = nnx.merge(setup.model.graphdef, *weights)
+    for part in (images[::2], images[1::2]):
+        model(part, rng=jax.random.key(0))
+    expected = split_model(model)[2]
+    averages = jax.tree.map(lambda old, new: 0.75 * old + 0.25 * new, start.model_state, expected)
+    state, metrics = setup.train_step(place(start, setup), batch, np.uint32(0))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    jax.tree.map(close, state.model_state, expected)
+    jax.tree.map(close, state.ema["model_state"], averages)
+    assert metrics["finite"]
+    infinite = jax.tree.map(lambda x: np.full_like(x, np.inf), start.model_state)
+    bad = start._replace(model_state=infinite)
+    assert not setup.train_step(place(bad, setup), batch, np.uint32(0))[1]["finite"]
 
 
 @pytest.mark.parametrize("part", ["params", "opt_state"])

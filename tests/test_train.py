@@ -11,9 +11,11 @@ from conftest import make_batch, set_up, small_files_only
 from safetensors.numpy import load_file
 
 from structinit_jax import evaluate, export
+from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.loader import DeviceLoader
+from structinit_jax.data.source import digest
 from structinit_jax.errors import InputError, StoppedError
-from structinit_jax.training import checkpoint, train
+from structinit_jax.training import build, checkpoint, train
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -100,7 +102,7 @@ def test_an_interrupted_and_resumed_run_is_bit_equal(
 
 def test_averaged_weights_are_resumed_evaluated_and_exported(run_config, tmp_path, capsys):
     run_config.attention_init = dict(name="default")
-    run_config.ema_decay = 0.8
+    run_config.update(seed=1, ema_decay=0.8)
     results = train.train(run_config, tmp_path / "whole")
     assert "note: in the averages that are evaluated" in capsys.readouterr().out  # 0.8**12 is 7 %
 
@@ -116,6 +118,13 @@ def test_averaged_weights_are_resumed_evaluated_and_exported(run_config, tmp_pat
     whole, resumed = (final_state(run_config, tmp_path / name) for name in ("whole", "part"))
     assert whole.step == resumed.step == 12
     jax.tree.map(np.testing.assert_array_equal, whole, resumed)
+    # These are the steps that the seed of the config gives.
+    setup = set_up(run_config)
+    state = setup.initialize()
+    source = build.open_split(run_config, build.open_data(run_config), "train_split")
+    for batch in build.train_batches(run_config, source, setup.model.mesh, 0, 12):
+        state, _ = setup.train_step(state, batch, np.uint32(1))
+    jax.tree.map(np.testing.assert_array_equal, whole, jax.device_get(state))
 
     found = evaluate.evaluate_checkpoint(run_config, tmp_path / "part")
     assert found == pytest.approx(results, rel=1e-6)
@@ -171,7 +180,10 @@ def test_a_run_continues_with_fields_that_may_change(longer_config, workdir, cap
     assert metrics[-2]["train/loss"] > 10  # the user's loss
     best = checkpoint.find_step(workdir / "checkpoints", "best")
     record = checkpoint.read_run(workdir / "checkpoints", best)
-    assert record["evaluation"].startswith("digits test[:90], crop_fraction 1.0, digest ")
+    dataset = open_dataset("digits")
+    digests = [digest(dataset.split(x), dataset.class_names) for x in ("train[:384]", "test[:90]")]
+    assert record["data_digest"] == digests[0]
+    assert record["evaluation"] == f"digits test[:90], crop_fraction 1.0, digest {digests[1]}"
     # The newest two checkpoints are kept, and the best.
     kept = {int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit()}
     name = "eval/accuracy"
@@ -192,6 +204,7 @@ def weighted_cross_entropy(logits, targets):
         ("data.eval_split", "validation", r"^config\.data\.eval_split: split="),
         ("model.num_classes", 100, r"^config\.model: num_classes=100"),
         ("batch_size", 60, r"config\.batch_size=60 must be a multiple of 8"),
+        ("accumulate_steps", 3, r"config\.batch_size=64 must be a multiple of 24"),
         ("attention_init.kernel_size", 9, r"^config\.attention_init: grid=\(4, 4\)"),
         ("optimizer", "test_train:nothing", r"config\.optimizer='test_train:nothing'"),
     ],

@@ -21,6 +21,7 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path):
 
 def test_unusable_directories_are_refused(tmp_path):
     assert open_path("~/run") == Path("~/run").expanduser()
+    assert open_path("run") == Path.cwd() / "run"
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"workdir=.*file cannot be written to"):
         prepare_workdir(tmp_path / "file")
@@ -53,12 +54,15 @@ def check(saved, data_digest="c0ffee", last_step=400, **fields):
 
 
 def test_fields_that_may_change_are_listed(capsys):
-    fields = {"num_epochs": 90.0, "loss": "m:f", "model.remat": "full", "data.data_dir": "/moved"}
+    fields = {"num_epochs": 90.0, "loss": "m:f", "data.data_dir": "/moved"}
+    fields |= {"model.remat": "full", "model.drop_path": 0.5, "model.dtype": "bfloat16"}
     check(saved(), **fields)
     assert capsys.readouterr().out.splitlines() == [
         "config changed since the checkpoint:",
         "  data.data_dir: '' -> '/moved'",
         "  loss: 'softmax_cross_entropy' -> 'm:f'",
+        "  model.drop_path: 0.0 -> 0.5",
+        "  model.dtype: 'float32' -> 'bfloat16'",
         "  model.remat: 'none' -> 'full'",
         "  num_epochs: 30.0 -> 90.0",
     ]
@@ -73,8 +77,13 @@ def test_fields_that_may_change_are_listed(capsys):
         ("start_from", "b.safetensors"),
         ("batch_size", 256),
         ("optimizer", "optax:lion"),
+        ("data.name", "cifar10"),
         ("data.repeats", 3),
+        ("data.drop_remainder", True),
+        ("data.image_size", 32),
+        ("data.channels", 1),
         ("data.mean", (0.5,) * 3),
+        ("data.std", (0.5,) * 3),
         ("attention_init.name", "mimetic"),
         ("attention_init.target_mass", 0.5),
     ],

@@ -138,7 +138,6 @@ class StoredImage:
                 mode,
                 min_height=math.ceil(height * eighths / 8),
                 min_width=math.ceil(width * eighths / 8),
-                min_factor=1 if eighths == 8 else 2,
                 strict=not ends_early,  # it warns of the bytes that are left
             )
         except ValueError:
@@ -328,8 +327,8 @@ class RandomCrop:
                 top = int(down * (height - box_height + 1))
                 left = int(across * (width - box_width + 1))
                 return top, left, box_height, box_width
-        box_height = min(height, max(1, round(width / RATIO[0])))
-        box_width = min(width, max(1, round(height * RATIO[1])))
+        box_height = min(height, round(width / RATIO[0]))
+        box_width = min(width, round(height * RATIO[1]))
         return (height - box_height) // 2, (width - box_width) // 2, box_height, box_width
 
     def draw_interpolation(self, position: int) -> str:

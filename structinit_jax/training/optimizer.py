@@ -38,7 +38,7 @@ def cosine(
     cosine_end = max(1, num_steps - round(cooldown_epochs * steps_per_epoch))
     warmup_steps = min(round(warmup_epochs * steps_per_epoch), cosine_end - 1)
     return optax.warmup_cosine_decay_schedule(
-        init_value=warmup_learning_rate if warmup_steps else learning_rate,
+        init_value=warmup_learning_rate,
         peak_value=learning_rate,
         warmup_steps=warmup_steps,
         decay_steps=cosine_end,
