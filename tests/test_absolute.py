@@ -218,7 +218,8 @@ def test_positions_are_required_and_checked():
     one = make_site(grid=(1, 1), positions=np.ones((1, WIDTH)), positions_trainable=True)
     with pytest.raises(InputError, match=r"target_mass=0\.3 .* above 1, .* larger grid"):
         si.impulse()(RNG, one)
-    for same in (np.ones((35, WIDTH), np.float32), jnp.full((35, WIDTH), jnp.nan)):
+    infinite = np.where(np.eye(35, WIDTH), np.float32(np.inf), np.float32(0))
+    for same in (np.ones((35, WIDTH), np.float32), jnp.full((35, WIDTH), jnp.nan), infinite):
         for scheme in (si.impulse_2025(), si.impulse(replace_positions=False)):
             site = make_site(positions=same, positions_trainable=True)
             with pytest.raises(InputError, match=r"^AttentionSite\.positions="):

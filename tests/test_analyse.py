@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from matplotlib.figure import Figure
 from PIL import Image
+from safetensors.numpy import save_file
 
 from structinit_jax import analyse
 from structinit_jax.analysis import collect, figures, measures
@@ -16,6 +17,7 @@ from structinit_jax.attention_init.targets import filter_maps
 from structinit_jax.augment import normalize
 from structinit_jax.config import base_config, make_attention_init
 from structinit_jax.errors import InputError
+from structinit_jax.models.timm import to_timm
 from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
 from structinit_jax.training.state import initialize_model
@@ -64,6 +66,8 @@ def test_images_are_a_fixed_part_of_the_training_split():
     np.testing.assert_array_equal(images, collect.read_images(config, NUM_IMAGES + 7))
     config.seed = 1
     np.testing.assert_array_equal(images, collect.read_images(config, NUM_IMAGES))
+    config.data.crop_fraction = 0.5  # as of the test images
+    assert np.any(images != collect.read_images(config, NUM_IMAGES))
     with pytest.raises(InputError, match=r"name='mixer'"):
         collect.observe_start(make_config("mixer"), images)
     config.data.train_split = "train[:5]"
@@ -110,6 +114,16 @@ def test_targets_are_those_that_the_solve_reaches():
         assert np.subtract(place, 3).tolist() == [wanted // 3 - 1, wanted % 3 - 1]
 
 
+def test_selected_weights_are_called_so(tmp_path):
+    config, images, snapshot = start("vit")
+    model = build.make_model(config, make_mesh(devices=jax.devices()[:1]))
+    weights = initialize_model(config, model, make_attention_init(config)).weights
+    config.start_from = str(tmp_path / "teacher.safetensors")
+    save_file(to_timm(nnx.merge(model.graphdef, *weights)), config.start_from)
+    selected = collect.observe_start(config, images)
+    assert [snapshot.name, selected.name] == ["impulse", "selected weights"]
+
+
 def test_swin_is_measured_within_windows():
     layers = start("swin")[2].layers
     assert [layer.name for layer in layers] == ["1.1", "1.2", "2.1"]
@@ -139,7 +153,9 @@ def test_maps_their_corners_and_kernels_are_drawn_as_they_are(tmp_path, monkeypa
     maps = filter_maps((4, 5))[:6].reshape(2, 3, 20, 20)
     title = os.fsdecode(b"$x_{$ \xff")  # neither markup nor text
     figures.draw_maps({"$x_{$": maps}, (4, 5), title, tmp_path / "maps.png")
-    drawn = [image.get_array() for image in drawn[0].axes[0].images]
+    images = drawn[0].axes[0].images
+    assert {image.get_clim() for image in images} == {(0, 1)}
+    drawn = [image.get_array() for image in images]
     assert len(drawn) == 3 * 2 + 6
     for head in range(3):
         np.testing.assert_array_equal(drawn[2 * head], maps[0, head])
@@ -151,6 +167,22 @@ def test_maps_their_corners_and_kernels_are_drawn_as_they_are(tmp_path, monkeypa
     axis.plot([1], label="$x_{$")
     figures.add_legend(figure, axis)
     figure.savefig(tmp_path / "legend.png")
+
+
+def test_measures_are_drawn_by_layer(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures, "_save", lambda figure, *args: drawn.append(figure))
+    values = [dict(distance=np.float32([1, 3])), dict(distance=np.float32([5, 9]))]
+    values[1]["target_mass"] = np.float32([0.5])
+    layers = [collect.Layer(str(i), None, None, each) for i, each in enumerate(values, 1)]
+    figures.draw_by_layer([collect.Snapshot("a", layers)], "", tmp_path / "by_layer.png")
+    lines = [
+        [(*line.get_xdata(), *line.get_ydata()) for line in axis.get_lines()[:-1]]
+        for axis in drawn[0].axes
+    ]
+    # The heads of each layer, and the line through their means.
+    assert lines[0] == [(1, 1, 1, 3), (2, 2, 5, 9), (1, 2, 2, 7)]
+    assert lines[1] == [(2, 0.5), (2, 0.5)]
 
 
 def test_the_command_compares_a_run_with_its_start(finished_run, tmp_path):

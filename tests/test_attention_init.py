@@ -1,6 +1,7 @@
 """What all schemes have in common, and how `impulse` and the others check and pass on options."""
 
 import dataclasses
+import itertools
 import pickle
 import re
 
@@ -31,7 +32,8 @@ SITES = {
     ConvSite: ConvSite(3, 16, 3),
 }
 ATTENTION = dict(query=(3, 32, 4, 8), key=(3, 32, 4, 8), value=(3, 32, 4, 8), out=(3, 4, 8, 32))
-SHAPES = dict.fromkeys((AttentionSite, RotarySite, WindowSite), ATTENTION) | {
+ATTENTION_SITES = (AttentionSite, RotarySite, WindowSite)
+SHAPES = dict.fromkeys(ATTENTION_SITES, ATTENTION) | {
     TokenMixingSite: dict(fc1=(3, 12, 10), fc2=(3, 10, 12)),
     ConvSite: dict(kernel=(3, 3, 3, 16)),
 }
@@ -71,9 +73,13 @@ def test_every_scheme_has_the_documented_shapes_and_can_be_traced(name, site_typ
         assert (array.shape, array.dtype) == (shape, jnp.float32)
         assert np.all(np.isfinite(array))
         assert np.abs(array - getattr(other, field)).max() > 1e-3
+    drawn = [w for w in eager[:3] if w is not None and site_type in ATTENTION_SITES]
+    for a, b in itertools.combinations(drawn, 2):  # query, key and value
+        assert np.abs(a - b).max() > 1e-3
     if (index := getattr(eager, "filter_index", None)) is not None:
         assert eager.targets.shape[1:] == (site.num_tokens,) * 2
         assert index.max() < len(eager.targets)
+        assert len(index) == (2 if name == "impulse_mimetic" else 3)  # half of three, rounded up
     lowered = jax.jit(lambda rng: scheme(rng, site)).lower(RNG)
     # Devices that decompose batches of matrices at the same time may wait for each other forever.
     batched = r"(@lapack|cholesky|triangular_solve).*tensor<\d+x\d+x\d+x"
@@ -103,7 +109,7 @@ def test_sizes_that_no_layer_has_are_refused(site_type, field, value):
 
 
 @pytest.mark.parametrize("name", ["default", "mimetic"])
-@pytest.mark.parametrize("site_type", [AttentionSite, RotarySite, WindowSite])
+@pytest.mark.parametrize("site_type", ATTENTION_SITES)
 def test_the_baselines_take_the_factors_of_the_2025_program(name, site_type):
     site = SITES[site_type]
     options = dict(query_key_scale=3.0, value_scale=0.5)
@@ -114,6 +120,7 @@ def test_the_baselines_take_the_factors_of_the_2025_program(name, site_type):
     for field, factor in dict(query=3.0, key=3.0, value=0.5, out=0.5).items():
         np.testing.assert_array_equal(getattr(weights, field), factor * getattr(base, field))
     if site_type is AttentionSite:
+        assert base.position_scale is None
         assert (weights.positions, weights.position_scale) == (None, 2.0)
 
 
@@ -150,6 +157,19 @@ def test_options_without_meaning_for_a_site_are_refused(site_type, options):
 def test_a_scheme_shows_its_options():
     scheme = attention_init.impulse(kernel_size=5, dilation=1)
     assert repr(scheme) == "impulse(kernel_size=5)"
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("impulse", dict(kernel_size=3, target_mass=0.3)),
+        ("impulse_mimetic", dict(kernel_size=3, target_mass=0.1)),
+        ("impulse_2024", dict(kernel_size=3, max_steps=10_000)),
+        ("impulse_2025", dict(query_key_norm=7.0, target_scale=1000.0, target_noise=3.0)),
+    ],
+)
+def test_the_defaults_are_the_documented_ones(name, options):
+    assert repr(SCHEMES[name](**options)) == f"{name}()"
 
 
 @pytest.mark.filterwarnings("ignore:only .* of the attention rows")

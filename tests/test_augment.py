@@ -63,6 +63,20 @@ def test_result_is_the_same_on_one_and_on_eight_devices():
     assert not re.findall(rf"= (\S+) (?:{collectives})\(", step.as_text())
 
 
+def test_crops_pad_by_four_pixels_flips_are_as_likely_as_given_and_warps_show_the_mean():
+    def augment(images, **fields):
+        labels = np.zeros(len(images), np.int32)
+        images, _ = jax.jit(make(**fields))(jax.random.key(0), images, labels)
+        return np.rint(255 * (np.asarray(images) * STD + MEAN))
+
+    white = np.full((64, 16, 16, 3), 255, np.uint8)
+    black = np.all(augment(white, crop="pad") == 0, axis=(2, 3)).sum(axis=1)
+    assert black.max() == 4
+    np.testing.assert_array_equal(augment(IMAGES, flip=1.0), IMAGES[:, :, ::-1])
+    warped = augment(white, rand_augment="rand-m9-n1")
+    assert np.any(np.all(warped == np.rint(255 * np.array(MEAN)), axis=-1))
+
+
 def test_the_box_of_an_image_is_not_erased_in_its_partner():
     augment = jax.jit(make(erasing=1.0, mixup=1.0))
     images, _ = augment(jax.random.key(0), np.zeros_like(IMAGES), LABELS)

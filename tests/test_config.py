@@ -32,6 +32,7 @@ def changed(field, value):
         ("num_steps", 10**12),
         ("data.crop_fraction", 1e-9),
         ("augment.flip", 2.0),
+        ("augment.crop_scale", (0.08, 1.5)),
         ("augment.mix_group", 3),
         ("augment.rand_augment", "rand-m9-x1"),
         ("attention_init.filters", b"1"),

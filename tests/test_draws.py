@@ -26,6 +26,8 @@ def test_similar_heads_have_as_much_of_the_identity_as_mimetics_factors():
     best = np.einsum("LDhd,LEhd->LhDE", factors.query, factors.key)
     for measure in (lambda p: np.trace(p, axis1=2, axis2=3).mean(), np.linalg.norm):
         assert 0.93 < measure(products) / measure(best) < 1.02
+    for each in (products, best):  # every head of every layer has noise of its own
+        assert min(np.abs(np.diff(each, axis=axis)).max() for axis in (0, 1)) > 0.1
     sizes = [np.linalg.norm(w, axis=(1, 3)) for w in (query, key)]
     np.testing.assert_allclose(*sizes, rtol=1e-4)
 
@@ -45,6 +47,10 @@ def test_the_product_of_value_and_projection_is_near_minus_the_identity():
     assert abs(noise.mean()) < 0.01
     strengths = np.linalg.norm(np.einsum("LDhd,LhdE->LhDE", value, out), axis=(2, 3))
     assert strengths.max() / strengths.min() < 1.3
+    assert np.abs(out + np.moveaxis(value, 1, 3)).max() > 0.1  # each has noise of its own
+    channels = np.abs(value).argmax(axis=1).reshape(LAYERS, WIDTH)
+    np.testing.assert_array_equal(np.sort(channels), np.tile(np.arange(WIDTH), (LAYERS, 1)))
+    assert len(np.unique(channels, axis=0)) == LAYERS
 
 
 def test_mimetic_weights_are_the_programs_factors_as_stored_by_pytorch():

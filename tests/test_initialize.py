@@ -201,6 +201,7 @@ def test_dtypes_and_shardings_stay():
     kernel = new["Transformer"]["encoderblock_0"]["MultiHeadDotProductAttention_0"]["query"]
     assert kernel["kernel"].sharding == sharding
     assert new["pos_embedding"].sharding == replicated
+    assert not kernel["bias"].committed  # as before
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,14 @@ def test_mixup_interpolates_images_like_targets(group):
         np.testing.assert_allclose(targets[i, partner_of(i, group)], 1 - own[i], atol=1e-6)
 
 
+def test_groups_use_either_kind_with_equal_probability():
+    images = np.repeat(np.float32([0, 1]), 200).reshape(400, 1, 1, 1)
+    targets = np.eye(2, dtype=np.float32)[np.repeat([0, 1], 200)]
+    mixed, _ = mix(np.tile(images, (1, 6, 8, 1)), targets, mixup=1.0, cutmix=1.0, group=1)
+    boxed = np.all((mixed == 0) | (mixed == 1), axis=(1, 2, 3))
+    assert 150 < boxed.sum() < 250
+
+
 @pytest.mark.parametrize("alpha", [0.2, 0.8, 1.0, 4.0])
 def test_quantiles_are_those_of_the_beta_distribution(alpha):
     probabilities = np.linspace(0, 1, 1001, dtype=np.float32)

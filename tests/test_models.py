@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import operator
 import re
 from pathlib import Path
 
@@ -43,6 +44,20 @@ def test_signatures_have_the_fields_with_their_defaults():
         assert defaults == model.default_config() | dict(attention_init=None)
         documented = re.findall(r"^  (\w+): ", inspect.getdoc(model), re.MULTILINE)
         assert {*parameters} <= {*documented}
+
+
+def test_variants_of_the_vit_have_heads_of_64_channels_or_as_many_as_their_name_says():
+    for name, (family, changes) in VARIANTS.items():
+        if family == "vit":
+            named = re.search(r"_h(\d+)_", name)
+            heads = int(named[1]) if named else changes["width"] // 64
+            assert changes["num_heads"] == heads, name
+
+
+def test_given_fields_replace_those_of_a_variant():
+    options = dict(name="convmixer_256_8", depth=1)
+    model = nnx.eval_shape(lambda: create_model(options, channels=3, rngs=nnx.Rngs(0)))
+    assert (model.depth, model.head.kernel.shape[0]) == (1, 256)
 
 
 def test_unknown_names_are_refused_with_similar_ones():
@@ -115,6 +130,16 @@ def test_layer_norms_have_timms_epsilon():
     for family, epsilon in (("vit", 1e-6), ("swin", 1e-5), ("mixer", 1e-6)):
         nodes = [node for _, node in nnx.iter_graph(make(family))]
         assert {n.epsilon for n in nodes if isinstance(n, nnx.LayerNorm)} == {epsilon}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_start_with_weights_of_their_own(family):
+    model = make(family)
+    for path in model.stacks():
+        stack = operator.attrgetter(path.replace("/", "."))(model)
+        for name, leaf in jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(stack))):
+            if name[-1].key == "kernel" and len(leaf) > 1:
+                assert np.any(leaf[0] != leaf[1]), jax.tree_util.keystr(name)
 
 
 def test_models_say_which_arrays_have_a_layer_axis():

@@ -87,11 +87,12 @@ def test_2024_layers_are_equal_or_fresh_and_take_their_pseudo_inputs(
     np.testing.assert_allclose(np.linalg.norm(same.query, axis=1), 3**-0.5, rtol=0.03)
     np.testing.assert_allclose(np.linalg.norm(same.key, axis=3), 3**-0.5, rtol=0.03)
     fresh = attention_init.impulse_2024(max_steps=2, same_layers=False)(jax.random.key(0), SITE)
-    assert not np.array_equal(fresh.query[0], fresh.query[2])
-    names = []
+    assert np.abs(fresh.query[0] - fresh.query[2]).max() > 0.1  # from other starts
+    names, keys = [], set()
 
     def draw(rng, name, positions):
         names.append(name)
+        keys.add(tuple(np.asarray(jax.random.key_data(rng))))
         return draw_pseudo_input(rng, name, positions)
 
     monkeypatch.setattr(published, "draw_pseudo_input", draw)
@@ -99,6 +100,7 @@ def test_2024_layers_are_equal_or_fresh_and_take_their_pseudo_inputs(
         jax.random.key(0), SITE
     )
     assert names == ["positions", "gaussian"]
+    assert len(keys) == 2
     assert np.array_equal(mixed.query[1], mixed.query[2])
     assert not np.array_equal(mixed.filter_index[0], mixed.filter_index[1])
     replaced = attention_init.impulse_2024(max_steps=2)(jax.random.key(0), LEARNED)
@@ -214,6 +216,15 @@ def test_2025_weights_are_those_of_its_parts():
         assert np.linalg.norm(product - query @ key.T) < 0.05 * np.linalg.norm(product)
     assert not np.array_equal(weights.query[0], weights.query[1])
     assert attention_init.impulse_2025()(jax.random.key(0), SITE).position_scale is None
+
+
+def test_2025_fills_heads_that_are_wider_than_the_rank_of_few_tokens():
+    positions = jax.random.normal(jax.random.key(1), (6, 32))
+    site = make_site(grid=(2, 3), positions=positions, positions_trainable=True)
+    weights = attention_init.impulse_2025()(jax.random.key(0), site)
+    for factor in (weights.query, weights.key):
+        assert factor.shape == (3, 32, 4, 8)
+        np.testing.assert_allclose(np.linalg.norm(factor, axis=(1, 3)), 7, rtol=1e-4)
 
 
 def head_norms(weights):

@@ -68,6 +68,7 @@ def test_every_head_attends_to_its_neighbor_with_the_target_mass(changes):
     np.testing.assert_allclose(mass, 0.3, atol=0.02)
     assert weights.report.hit_rate == 1
     np.testing.assert_allclose(weights.report.target_mass, 0.3, atol=0.02)
+    np.testing.assert_allclose(weights.report.wanted_mass, 0.3, rtol=1e-6)
     assert len(np.unique(weights.filter_index)) == 9
     np.testing.assert_allclose(np.var(weights.patch_bias), 1, rtol=1e-5)
 
@@ -79,6 +80,12 @@ def plain():
 
 def test_all_tokens_share_a_vector_of_mean_zero(plain):
     assert sorted(np.asarray(plain.patch_bias)) == [-1] * (WIDTH // 2) + [1] * (WIDTH // 2)
+
+
+def test_the_phases_of_keys_are_random(plain):
+    keys = np.einsum("D,LDhd->Lhd", plain.patch_bias, plain.key)
+    phases = np.arctan2(keys[..., 1::2], keys[..., ::2])
+    assert abs(np.exp(1j * phases).mean()) < 0.4
 
 
 def test_the_other_inputs_of_query_and_key_start_as_the_models_own(plain):

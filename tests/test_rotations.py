@@ -95,7 +95,8 @@ def test_the_angles_have_to_fit_the_grid(params):
     y, x = np.indices((8, 2)).reshape(2, -1, 1)
     turned = y * mixed[:, :, :1] + x * mixed[:, :, 1:] + 0.5
     assert site(turned, grid=(8, 2)).grid == (8, 2)
-    for angles in (wide, turned, np.random.default_rng(0).permutation(ANGLES), ANGLES[:15]):
+    uneven = ANGLES + np.random.default_rng(0).uniform(-0.1, 0.1, ANGLES.shape)
+    for angles in (wide, turned, uneven, np.random.default_rng(0).permutation(ANGLES), ANGLES[:15]):
         with pytest.raises(InputError, match=r"^grid=.* row by row"):
             site(angles)
 

@@ -12,6 +12,7 @@ from references.vit_cases import CASES, SMALL
 
 from structinit_jax.attention_init import sincos_positions
 from structinit_jax.errors import InputError
+from structinit_jax.models.convmixer import ConvMixer
 from structinit_jax.models.mixer import MlpMixer
 from structinit_jax.models.swin import SwinTransformer
 from structinit_jax.models.timm import from_timm, select_weights, to_timm
@@ -104,6 +105,10 @@ def mixer(width, depth, seed=0, **options):
     return make(MlpMixer, seed, **INPUT | options, num_classes=3, width=width, depth=depth)
 
 
+def convmixer(width, **options):
+    return make(ConvMixer, **INPUT | options, num_classes=3, width=width, depth=1, kernel_size=3)
+
+
 def swin(width, window_size=4):
     sizes = dict(INPUT, patch_size=1, num_classes=3, depths=(2,), num_heads=(2,))
     return make(SwinTransformer, **sizes, width=width, window_size=window_size)
@@ -168,10 +173,18 @@ def test_buffers_of_older_files_are_ignored():
     assert_equal(to_timm(found), to_timm(select_weights(teacher, student)))
 
 
+SMALL_PATCHES = dict(image_size=4, patch_size=2)  # as many of them
 UNFIT = {  # teacher and student from a teacher, and what the message says
     "deeper": (lambda t: (t, vit(12, 5, 3)), r"has no blocks\.4\.\S+, .* depth"),
     "pool": (lambda t: (t, vit(12, 2, 3, pool="mean")), r"has no fc_norm.* pool"),
     "tokens": (lambda t: (mixer(16, 3), mixer(8, 1, image_size=4)), "number of tokens"),
+    "grid": (lambda t: (vit(*TEACHER, image_size=(8, 12)), vit(12, 2, 3)), "number of tokens"),
+    "patches of a ViT": (lambda t: (t, vit(12, 2, 3, **SMALL_PATCHES)), "patch size"),
+    "patches of a mixer": (lambda t: (mixer(16, 3), mixer(8, 1, **SMALL_PATCHES)), "patch size"),
+    "patches of a ConvMixer": (
+        lambda t: (convmixer(16), convmixer(8, **SMALL_PATCHES)),
+        "patch size",
+    ),
     "windows": (lambda t: (swin(8), swin(8, window_size=2)), "window size"),
     "family": (lambda t: (t, mixer(8, 1)), "of the same family"),
 }

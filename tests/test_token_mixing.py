@@ -134,6 +134,7 @@ def test_given_kernels():
     [
         ("impulse_2024", dict(taps=10)),
         ("impulse", dict(filters=np.ones((2, 5, 5), np.float32))),
+        ("impulse", dict(filters=-1e300 * np.ones((1, 3, 3)))),
     ],
 )
 def test_options_that_do_not_fit_a_convolution_are_refused(name, options):

@@ -28,7 +28,11 @@ def test_maps_are_recorded_in_inference_mode_too():
     layer = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True, norm_first=True)
     model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     tokens = torch.randn(3, 5, 8)
+    model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
     expected = torch_maps(model, tokens)
+    assert [module.training for module in model.modules()] == modes
+    assert torch.backends.mha.get_fastpath_enabled()
     assert [maps.shape for maps in expected] == [(3, 2, 5, 5)] * 2
     with torch.inference_mode():
         found = torch_maps(model, tokens)

@@ -118,14 +118,16 @@ def test_windows_that_are_not_square_in_one_stage():
     params |= dict.fromkeys(tables[2:], np.zeros((7 * 5, 4), np.float32))
     with pytest.raises(InputError, match=r"^grid=.* 35 rows of layers\.1\."):
         interop.initialize(params, scheme, RNG)
-    sites = []
+    sites, keys = [], set()
 
     def recording(rng, site):
         sites.append(site)
+        keys.add(tuple(np.asarray(jax.random.key_data(rng))))
         return scheme(rng, site)
 
     new = interop.initialize(params, recording, RNG, grid=(4, 3))
     assert [site.grid for site in sites] == [(4, 4), (4, 3)]
+    assert len(keys) == 2
     assert all(new[name].any() for name in tables)
 
 
@@ -137,6 +139,7 @@ ONES = np.ones((2, 2), np.float32)
     ("name", "changes", "message"),
     [
         ("swin", {"layers.0.blocks.0.attn.tau": ONES}, "attn.tau"),
+        ("swin", {"layers.0.blocks.0.attn.logit_scale": ONES}, "cosine attention of SwinV2"),
         ("swin", {"layers.0.blocks.0.attn_grid.qkv.weight": ONES}, "grid attention of MaxViT"),
         ("convmixer", {}, "params hold no attention layers .* only blocks"),
     ],

@@ -67,7 +67,7 @@ def attention_maps(
     bias: Float[Array, "#B h N N"] | None = None,
 ) -> Float[Array, "B h N N"]:
     """Returns softmax(query·key / √d + bias) in float32."""
-    query, key = (jnp.swapaxes(x.astype(jnp.float32), 1, 2) for x in (query, key))
+    query, key = (jnp.swapaxes(x, 1, 2) for x in (query, key))
     return jax.nn.softmax(_logits(query, key, bias))
 
 
