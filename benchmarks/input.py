@@ -6,8 +6,7 @@ JPEGs of 500×375 (typical of ImageNet) and 1600×1200 pixels become 224² rando
 uint8, bilinear or bicubic at random. Ours is the trainer's pipeline up to the copy to devices:
 decode, crop, resize and batch in threads. The peer is a DataLoader without workers, with timm's
 transforms up to the same point: decoding and RandomResizedCropAndInterpolation in Pillow, and the
-array that timm's fast collate takes. Decoding alone, with libjpeg-turbo and with Pillow, is the
-upper limit.
+array that timm's fast collate takes.
 
 Each loader runs on one core. Times are processor times, medians of interleaved rounds, to limit the
 influence of other processes; `ratio` is the median of ours over PyTorch's in the same round.
@@ -36,6 +35,8 @@ IMPORT_TORCHVISION = Path(__file__).parents[1] / "tests" / "references" / "impor
 SIZES = ("500x375", "1600x1200")
 IMAGE_SIZE, BATCH_SIZE = 224, 64
 FILES = 32
+BATCHES = 30  # timed
+ROUNDS = 5  # whose median counts
 # Batches beyond the timed ones, so that a loader that reads ahead does so to the end.
 READ_AHEAD = 8
 
@@ -72,22 +73,6 @@ def our_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
     return (batch["image"] for batch in batches)
 
 
-def libjpeg_turbo(folder: Path, num_batches: int) -> Iterator[list[np.ndarray]]:
-    """Decodes with libjpeg-turbo and does nothing else."""
-    import simplejpeg
-
-    files = [file.read_bytes() for file in sorted((folder / "train" / "photo").iterdir())]
-    for _ in range(num_batches):
-        yield [simplejpeg.decode_jpeg(files[i % FILES]) for i in range(BATCH_SIZE)]
-
-
-def pillow(folder: Path, num_batches: int) -> Iterator[list[Image.Image]]:
-    """Decodes with Pillow and does nothing else."""
-    files = [file.read_bytes() for file in sorted((folder / "train" / "photo").iterdir())]
-    for _ in range(num_batches):
-        yield [Image.open(io.BytesIO(files[i % FILES])).convert("RGB") for i in range(BATCH_SIZE)]
-
-
 def torch_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
     """Yields batches of PyTorch's DataLoader with timm's transforms."""
     torch = import_torch()
@@ -119,26 +104,23 @@ def import_torch():
     return torch
 
 
-LOADERS = {size: {"ours": our_batches, "torch": torch_batches} for size in SIZES}
-LOADERS[SIZES[0]] |= {"libjpeg-turbo alone": libjpeg_turbo, "pillow alone": pillow}
+LOADERS = {"ours": our_batches, "torch": torch_batches}
 
 
-def measure(loader, folder: Path | None, num_batches: int) -> float:
+def measure(loader, folder: Path) -> float:
     """Measures images per second of processor time, after two warm-up batches."""
-    batches = loader(folder, num_batches + 2 + READ_AHEAD)
+    batches = loader(folder, BATCHES + 2 + READ_AHEAD)
     next(batches), next(batches)
     start = time.process_time()
-    count = sum(len(batch) for batch in itertools.islice(batches, num_batches))
+    count = sum(len(batch) for batch in itertools.islice(batches, BATCHES))
     return count / (time.process_time() - start)
 
 
 def measure_apart(size: str, loader: str, folder: str, flags) -> float | None:
     """Measures in a separate process; None, with the reason, if the loader is not installed."""
     python = flags.torch_python if loader == "torch" else sys.executable
-    command = [python, __file__, f"--measure={size}/{loader}", f"--folder={folder}"]
-    result = subprocess.run(
-        [*command, f"--batches={flags.batches}"], capture_output=True, text=True
-    )
+    command = [python, __file__, f"--measure={loader}", f"--folder={folder}"]
+    result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode == 0:
         return float(result.stdout.split()[-1])
     print(f"{size:<9}  {loader:<20}  {(result.stderr.strip().splitlines() or ['no output'])[-1]}")
@@ -149,8 +131,6 @@ def main() -> None:
     """Prints the table and writes it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", help="JSON file for the results")
-    parser.add_argument("--batches", type=int, default=30, help=f"of {BATCH_SIZE} images, timed")
-    parser.add_argument("--rounds", type=int, default=5, help="whose median counts")
     parser.add_argument(
         "--torch_python", default=sys.executable, help="Python that has torch and timm"
     )
@@ -158,19 +138,18 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.measure:
-        size, loader = flags.measure.split("/")
         if hasattr(os, "sched_setaffinity"):  # not on macOS
             os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-        print(measure(LOADERS[size][loader], flags.folder, flags.batches))
+        print(measure(LOADERS[flags.measure], flags.folder))
         return
 
     results = {}
-    for size, loaders in LOADERS.items():
+    for size in SIZES:
         rounds = []
         with tempfile.TemporaryDirectory() as folder:
             write_images(Path(folder), *map(int, size.split("x")))
-            for _ in range(flags.rounds):
-                rounds.append({name: measure_apart(size, name, folder, flags) for name in loaders})
+            for _ in range(ROUNDS):
+                rounds.append({name: measure_apart(size, name, folder, flags) for name in LOADERS})
         if all(speeds["torch"] for speeds in rounds):
             for speeds in rounds:
                 speeds["ratio"] = speeds["ours"] / speeds["torch"]
@@ -180,9 +159,7 @@ def main() -> None:
                 speed = results[size][name] = statistics.median(measured)
                 print(f"{size:<9}  {name:<20}  {speed:8.2f}{' images/s' * (name != 'ratio')}")
     if flags.out:
-        results = dict(
-            images_per_second_per_core=results, batches=flags.batches, rounds=flags.rounds
-        )
+        results = dict(images_per_second_per_core=results, batches=BATCHES, rounds=ROUNDS)
         Path(flags.out).write_text(json.dumps(results, indent=2) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""Times the start of a run: from the command to the end of the first training step, and imports.
+"""Times the start of a run: from the command to the end of the first training step.
 
     python benchmarks/start.py --out=benchmarks/results/start.json
 
@@ -27,7 +27,7 @@ MARKS = {
 # Some installers compile no bytecode, and without it imports take three times as long. As on a
 # user's machine, the first import writes it.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-IMPORTS = ("jax", "structinit_jax.attention_init", "structinit_jax.main")
+ROUNDS = 5
 
 
 def time_start(cache: str) -> dict[str, float]:
@@ -50,27 +50,17 @@ def time_start(cache: str) -> dict[str, float]:
     return seconds
 
 
-def time_import(module: str) -> float:
-    """Returns the seconds that the import of a module takes in a new process."""
-    code = f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, capture_output=True, check=True, env=ENVIRONMENT)
-    return float(result.stdout)
-
-
 def main() -> None:
     """Prints the report, and writes it to --out."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5, help="Cold and warm starts.")
     parser.add_argument("--out", default=None, help="JSON file to write.")
     args = parser.parse_args()
 
     runs = {"cold": [], "warm": []}
-    for _ in range(args.rounds):
+    for _ in range(ROUNDS):
         with tempfile.TemporaryDirectory() as cache:
             runs["cold"].append(time_start(cache))
             runs["warm"].append(time_start(cache))
-    imports = {name: [time_import(name) for _ in range(args.rounds)] for name in IMPORTS}
     summary = {
         kind: {
             name: round(statistics.median(run[name] for run in kind_runs), 2)
@@ -82,14 +72,11 @@ def main() -> None:
         "config": CONFIG,
         "cpus": os.cpu_count(),
         "jax": jax.__version__,
-        "rounds": args.rounds,
+        "rounds": ROUNDS,
         "seconds since the command, median": summary,
         "first step, range": {
             kind: [round(f(run["first step"] for run in kind_runs), 2) for f in (min, max)]
             for kind, kind_runs in runs.items()
-        },
-        "import, median seconds": {
-            name: round(statistics.median(times), 3) for name, times in imports.items()
         },
     }
     text = json.dumps(report, indent=2)

@@ -35,9 +35,6 @@ while (($#)); do
 done
 need_flags "$@"
 [[ $processes =~ ^[1-9][0-9]*$ ]] || fail "--processes=$processes must be a positive number"
-
-[[ $cpu_devices =~ ^([1-9][0-9]*)?$ ]] || fail "--cpu_devices=$cpu_devices must be a positive number"
-[[ $port =~ ^[1-9][0-9]*$ ]] || fail "--port=$port must be a number"
 # Two coordinators could listen on one port, and the processes of both runs would fail.
 if ! $dry_run && (: 3<> "/dev/tcp/127.0.0.1/$port") 2> /dev/null; then
   fail "--port=$port is in use, perhaps by another run: choose another port"

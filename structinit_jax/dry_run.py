@@ -5,7 +5,6 @@ Data sets that `data.datasets` lists need not be present.
 
 import os
 import re
-from pathlib import Path
 
 import jax
 from etils import epy
@@ -16,7 +15,7 @@ from structinit_jax import config as config_lib
 from structinit_jax.data.datasets import CATALOG, open_dataset
 from structinit_jax.data.folder import title
 from structinit_jax.data.source import check_classes, split_size
-from structinit_jax.errors import InputError, prefixed, require
+from structinit_jax.errors import InputError, prefixed
 from structinit_jax.training import build, sharding
 from structinit_jax.training.build import mib
 from structinit_jax.training.state import abstract_state
@@ -70,11 +69,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     more memory than a device has.
     """
     config_lib.validate(config)
-    start = {"attention_init": ", ".join(f"{k}={v}" for k, v in config.attention_init.items())}
-    if path := config.start_from:
-        needs = "an existing safetensors file"
-        require("config.start_from", path, needs, lambda x: Path(x).expanduser().is_file())
-        start = {"start_from": f"{path}, without a scheme"}
+    scheme = ", ".join(f"{name}={value}" for name, value in config.attention_init.items())
     devices = find_target(target) if target else jax.devices()
     memory = MEMORY.get(devices[0].device_kind) if target else build.memory_limit()
     data = config.data
@@ -107,7 +102,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     num_parameters = parameter_overview.count_parameters(model.params)
     rows = {
         "model": f"{config.model.name}, {num_parameters:,} parameters",
-        **start,
+        "initial weights": config.start_from or scheme,
         "devices": sharding.describe(mesh),
         "batch": f"{config.batch_size} global, {config.batch_size // mesh.size} per device, "
         f"{config.batch_size // num_hosts} per host",

@@ -49,7 +49,6 @@ def restore_model(
     directory = open_path(workdir) / "checkpoints"
     number = checkpoint.find_step(directory, step)
     needs = f"a run with an intact checkpoint for step={step!r}"
-    needs += ", which must have been evaluated" if step == "best" else ""
     require("workdir", str(workdir), needs, number is not None)
     saved = checkpoint.read_run(directory, number)["config"]
     place = f"step {number} in {workdir}"
@@ -137,20 +136,18 @@ class Classifier:
         Raises:
           InputError: A file is missing or cannot be decoded, or `files` is a single path or empty.
         """
-        is_path = isinstance(files, str | os.PathLike)
-        require("files", files, "a list of paths: put it in [ ]", not is_path)
-        files = [os.fspath(file) for file in files]
-        require("files", files, "a list of one path or more", len)
-        records = [{"image": file, "label": 0} for file in files]
+        paths = [] if isinstance(files, str | os.PathLike) else [os.fspath(file) for file in files]
+        require("files", files, "a list of one path or more, such as [path]", paths)
+        records = [{"image": file, "label": 0} for file in paths]
         data = self.config.data
         names = self.class_names
         dataset = Dataset.from_records("files", {"files": records}, names, data.channels)
         source = dataset.split("files")
         loader = HostLoader(source, self._mesh, CenterCrop(data.image_size, data.crop_fraction))
-        size = 2 ** (len(files) - 1).bit_length()  # few sizes, since each has a program of its own
+        size = 2 ** (len(paths) - 1).bit_length()  # few sizes, since each has a program of its own
         batches = loader.eval_batches(batch_size=min(size, BATCH_SIZE))
         try:
             logits = [self._logits(self._weights, batch["image"]) for batch in batches]
         except BadImageError as error:  # Its own advice is for training.
             raise InputError(error.problem) from error
-        return np.concatenate(jax.device_get(logits))[: len(files)]
+        return np.concatenate(jax.device_get(logits))[: len(paths)]

@@ -125,8 +125,7 @@ def main(overrides: command_line.Overrides) -> None:
     workdir = command_line.required_workdir()
     folder = command_line.out_folder("model")
     step = export(config, workdir, folder, FLAGS.step or "newest")
-    kind = "averaged weights" if config.ema_decay else "weights"
-    print(f"wrote the {kind} of step {step} to {folder}")
+    print(f"wrote the weights of step {step} to {folder}")
     print(f'PyTorch: timm.create_model("local-dir:{folder}", pretrained=True)')
     print(f"timm's scripts, on image folders: --class-map {folder / CLASS_MAP}")
 

@@ -48,8 +48,6 @@ def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> No
     `data_dir`. Raises `InputError` if the name is unknown, or if it cannot be prepared.
     """
     if name in OPENERS or is_reference(name):
-        needs = f"left out with --name={name}: it is for data sets of TFDS"
-        require("--manual_dir", manual_dir, needs, not manual_dir)
         return
     builder = find_builder(name, data_dir and os.path.expanduser(data_dir))
     if builder.data_path.exists():

@@ -23,7 +23,7 @@ NAMES = json.loads((FOLDER / "state_dict_names.json").read_text())
 STATE_DICTS = {  # number of heads of each state dict of torch, and the grid to find
     **dict.fromkeys(NAMES, (4, (6, 6))),
     **dict.fromkeys(("timm", "timm_distilled"), (3, (14, 14))),
-    **dict.fromkeys(("open_clip", "clip_of_timm", "equinox", "naflex", "compiled"), (3, (14, 14))),
+    **dict.fromkeys(("open_clip", "equinox", "naflex", "compiled"), (3, (14, 14))),
     "vision_language": (4, (6, 6)),
     "timm_registers": (6, (37, 37)),
     "timm_separate": (12, (32, 32)),
@@ -225,12 +225,6 @@ def open_clip():
     return text | {f"visual.{name}": array for name, array in vision.items()}
 
 
-def clip_of_timm():
-    """open_clip's model with a vision tower of timm; the text tower's table is as wide."""
-    vision = {f"visual.trunk.{name}": array for name, array in state_dict("timm").items()}
-    return vision | {"text_model.positional_embedding": np.ones((77, 192), np.float32)}
-
-
 def vision_language():
     """InternVL with its language model, whose projections have names of another project."""
     vision = {f"model.vision_tower.{k}": array for k, array in state_dict("internvl").items()}
@@ -264,7 +258,7 @@ MODELS = {
     **{name: lambda name=name: state_dict(name) for name in STATE_DICTS if name in NAMES},
     **{
         family.__name__: family
-        for family in (open_clip, clip_of_timm, vision_language, equinox, naflex, compiled)
+        for family in (open_clip, vision_language, equinox, naflex, compiled)
     },
     **{
         name: lambda name=name: linen_tree(name)

@@ -30,15 +30,6 @@ def test_a_split_without_labels_is_refused_when_it_is_opened(tiny_config):
         build.open_split(tiny_config, dataset, "train_split")
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "timm_cosine"])
-def test_a_run_within_the_cooldown_is_noted(tiny_config, schedule, capsys):
-    tiny_config.update(schedule=schedule, num_steps=20, cooldown_epochs=1.0)
-    build.make_schedule(tiny_config, 19 * tiny_config.batch_size)
-    assert capsys.readouterr().out == ""
-    build.make_schedule(tiny_config, 20 * tiny_config.batch_size)
-    assert capsys.readouterr().out.startswith("note: config.num_steps=20 ")
-
-
 class Pooling(Model):
     """A model without attention, and so without sites."""
 

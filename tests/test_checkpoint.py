@@ -213,13 +213,6 @@ def test_the_data_may_be_elsewhere_for_another_process(directory):
     assert checkpoint.find_step(directory) == 12
 
 
-def test_the_state_of_another_step_is_not_restored(directory):
-    shutil.rmtree(directory / "12" / "state")
-    (directory / "8" / "state").rename(directory / "12" / "state")
-    with pytest.raises(InputError, match="12 holds the state of step 8"):
-        checkpoint.restore(directory, 12, ABSTRACT)
-
-
 @pytest.mark.parametrize("name", ["../8/run.json", "/etc/passwd", "state/../run.json", "run.json"])
 def test_an_index_names_files_of_the_state_alone(directory, name, capsys):
     index = directory / "12" / "index_0.json"

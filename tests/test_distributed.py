@@ -119,12 +119,6 @@ def test_processes_with_another_config_are_refused(monkeypatch):
         distributed.check_equal({"config": {"seed": 1}})
 
 
-@pytest.mark.parametrize("arguments", [("host:1", None, None), ("host:1", 2, 2)])
-def test_incomplete_arguments_are_refused(arguments):
-    with pytest.raises(InputError, match="--process_id must be set together"):
-        distributed.join(*arguments)
-
-
 @pytest.mark.parametrize(
     ("environment", "found"),
     [

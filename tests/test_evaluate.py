@@ -52,22 +52,6 @@ def test_weights_are_split_over_the_devices_that_there_are(run_config, finished_
     assert results == pytest.approx(finished_run.results, rel=1e-5)
 
 
-def test_images_are_cropped_as_the_config_says(run_config, finished_run):
-    run_config.data.crop_fraction = 0.5
-    results = evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
-    model, state = evaluate.restore_model(run_config, finished_run.workdir, jax.devices()[:1])
-    source = open_dataset("digits").split("test[:90]")
-    images, labels = zip(*source.read(range(90)), strict=True)
-    pillow = [Image.fromarray(image.decode()[..., 0]) for image in images]
-    images = [image.resize((16, 16), Image.Resampling.BICUBIC) for image in pillow]
-    images = np.stack([np.asarray(image)[4:12, 4:12, None] for image in images])
-    images = (images / 255 - np.asarray(run_config.data.mean)) / np.asarray(run_config.data.std)
-    logits, _ = nnx.merge(model.graphdef, state.params, state.model_state)(jnp.float32(images))
-    accuracy = np.mean(np.argmax(logits, axis=1) == np.asarray(labels))
-    assert results["eval/accuracy"] == pytest.approx(accuracy)
-    assert accuracy != finished_run.results["eval/accuracy"]
-
-
 def test_a_model_that_is_computed_otherwise_is_refused(run_config, finished_run):
     run_config.data.mean = (0.5,)
     run_config.model.positions = "rope"  # has the same parameters
@@ -107,12 +91,6 @@ def test_the_checkpoint_can_be_chosen(run_config, finished_run, tmp_path, capsys
             evaluate.evaluate_checkpoint(run_config, workdir, "5")
 
 
-def test_a_run_without_an_evaluation_has_no_best_checkpoint(run_config, finished_run, monkeypatch):
-    monkeypatch.setattr(checkpoint, "find_step", lambda directory, step: None)
-    with pytest.raises(InputError, match=r"step='best', which must have been evaluated"):
-        evaluate.restore_model(run_config, finished_run.workdir, step="best")
-
-
 # -- Classifier ------------------------------------------------------------------------------------
 
 
@@ -123,17 +101,17 @@ def classify(finished_run):
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
-    """Images of the test split and files of them: more than a batch."""
-    source = open_dataset("digits").split(f"test[:{evaluate.BATCH_SIZE + 1}]")
+    """Images of the eval split, more than a batch, files of them, and their labels."""
+    source = open_dataset("digits").split("test[:90]")
     images = np.stack(source.map(lambda image, label: image.decode()))
     files = [tmp_path_factory.getbasetemp() / f"digit_{i}.png" for i in range(len(images))]
     for file, image in zip(files, images, strict=True):
         Image.fromarray(image[..., 0]).save(file)
-    return images, files
+    return images, files, source.labels()
 
 
 def test_logits_are_those_of_the_checkpoint(classify, digits, run_config, finished_run):
-    images, files = digits
+    images, files, _ = digits
     model, state = evaluate.restore_model(run_config, finished_run.workdir, jax.devices()[:1])
     network = nnx.merge(model.graphdef, state.params, state.model_state)
     expected, _ = network(
@@ -143,14 +121,21 @@ def test_logits_are_those_of_the_checkpoint(classify, digits, run_config, finish
     np.testing.assert_allclose(classify(str(f) for f in files[3:4]), expected[3:4], atol=1e-5)
 
 
-def test_files_are_cropped_as_the_config_says(classify, digits, tmp_path, monkeypatch):
-    images, files = digits
+def test_images_are_cropped_as_the_config_says(
+    classify, digits, run_config, finished_run, tmp_path, monkeypatch
+):
+    images, files, labels = digits
     for number, image in enumerate(images[:3]):
         cropped = CenterCrop(8, 0.5)(StoredImage(image, 1, "digit"))
         Image.fromarray(cropped[..., 0]).save(tmp_path / f"{number}.png")
     expected = classify(tmp_path / f"{number}.png" for number in range(3))
     monkeypatch.setitem(classify.config.data, "crop_fraction", 0.5)
-    np.testing.assert_allclose(classify(files[:3]), expected, atol=1e-5)
+    logits = classify(files)
+    np.testing.assert_allclose(logits[:3], expected, atol=1e-5)
+    run_config.data.crop_fraction = 0.5
+    accuracy = evaluate.evaluate_checkpoint(run_config, finished_run.workdir)["eval/accuracy"]
+    assert accuracy == pytest.approx(np.mean(logits.argmax(axis=1) == labels))
+    assert accuracy != finished_run.results["eval/accuracy"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 import json
 import pickle
-import types
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -91,18 +89,6 @@ def test_timms_arguments_of_a_swin():
     assert card["model_args"] == dict(in_chans=3, num_classes=1000, img_size=224) | sizes
     assert card["pretrained_cfg"]["classifier"] == "head.fc"
     assert card["pretrained_cfg"]["crop_pct"] == 0.9
-
-
-@pytest.mark.parametrize(("decay", "kind"), [(0.0, "the weights"), (0.9, "the averaged weights")])
-def test_averaged_weights_are_named_so(decay, kind, run_config, monkeypatch, capsys):
-    run_config.ema_decay = decay
-    monkeypatch.setattr(export.command_line, "read_config", lambda overrides: run_config)
-    monkeypatch.setattr(export, "FLAGS", types.SimpleNamespace(step=None))
-    monkeypatch.setattr(export.command_line, "required_workdir", lambda: "run")
-    monkeypatch.setattr(export.command_line, "out_folder", Path)
-    monkeypatch.setattr(export, "export", lambda *arguments: 12)
-    export.main(())
-    assert f"wrote {kind} of step 12" in capsys.readouterr().out
 
 
 def test_other_models_and_the_workdir_of_a_run_are_refused(run_config, finished_run):

@@ -176,12 +176,6 @@ def test_schemes_that_need_no_positions_need_no_table():
     assert (site.grid, site.positions, site.positions_trainable) == (GRID, None, False)
 
 
-def test_the_byte_order_of_numpy_arrays_stays():
-    params = {name: array.astype(">f4") for name, array in state_dict("timm").items()}
-    new = interop.initialize(params, normal_scheme, RNG, num_heads=3)
-    assert {array.dtype for array in new.values()} == {np.dtype(">f4")}
-
-
 def test_dtypes_and_shardings_stay():
     params = state_dict("huggingface", jnp.bfloat16)
     new = interop.initialize(params, normal_scheme, RNG, num_heads=4)

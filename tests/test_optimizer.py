@@ -129,8 +129,6 @@ def test_an_epoch_without_a_whole_batch_is_refused():
 
 PER_LAYER = {  # they take the norms, ranks or shapes of arrays; Prodigy's also of all arrays
     "optax:lamb": optax.lamb(0.1, weight_decay=0.1),
-    "optax:lars": optax.lars(0.1, weight_decay=0.1),
-    "optax:adafactor": optax.adafactor(0.1),
     "optax.contrib:muon": optax.contrib.muon(0.1, weight_decay=0.1),
     "optax.contrib:prodigy": optax.contrib.prodigy(0.1, weight_decay=0.1),
 }

@@ -1,7 +1,6 @@
 """Objects and scripts of the user's own, as docs/extending.md shows them."""
 
 import json
-import re
 import runpy
 import sys
 import types
@@ -10,8 +9,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from test_documents import EXAMPLES
 from tiny_models import make
 
+import structinit_jax as si
 from structinit_jax import config as config_lib
 from structinit_jax import export
 from structinit_jax.analysis import collect
@@ -20,7 +21,6 @@ from structinit_jax.errors import InputError
 from structinit_jax.training import build, sharding, train
 from structinit_jax.training.state import AbstractModel, split_model
 
-PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
 TINY = """
 from conftest import make_tiny_config
 
@@ -31,17 +31,12 @@ def get_config():
 """
 
 
-def shown(name):
-    """Returns an example of the page."""
-    return re.search(rf"<!-- {name}\.py -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
-
-
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
     """The modules of docs/extending.md, importable: the name of the first."""
     modules = ("mine", "my_vit")
     for name in modules:
-        (tmp_path / f"{name}.py").write_text(shown(name))
+        (tmp_path / f"{name}.py").write_text(EXAMPLES[name])
     monkeypatch.syspath_prepend(tmp_path)
     yield "mine"
     for name in modules:
@@ -119,40 +114,35 @@ def run_example(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run(name):
-        (tmp_path / f"{name}.py").write_text(shown(name))
+        (tmp_path / f"{name}.py").write_text(EXAMPLES[name])
         return runpy.run_path(f"{name}.py", run_name="__main__")
 
     return run
 
 
-def evaluations():
-    lines = map(json.loads, Path("DIR", "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line["eval/accuracy"] for line in lines if "eval/accuracy" in line}
+@pytest.fixture
+def hooks(monkeypatch):
+    """What examples pass to `si.train`, which does not train, to be called after evaluations."""
+    passed = []
+    monkeypatch.setitem(vars(si), "train", lambda *run, on_evaluation: passed.append(on_evaluation))
+    return passed
 
 
-@pytest.mark.usefixtures("library_promotion")
-def test_the_pages_early_stopping_waits_for_a_better_accuracy(run_example):
-    hook = run_example("early_stopping")["EarlyStopping"](patience=2)
-    assert list(evaluations()) == [6, 12]
-    accuracies = (0.1, 0.1, 0.3, 0.2, 0.3)
-    assert [hook(0, {"eval/accuracy": a}) for a in accuracies] == [False] * 4 + [True]
+def test_the_pages_early_stopping_waits_for_a_better_accuracy(run_example, hooks):
+    run_example("early_stopping")
+    accuracies = (0.1, 0.1, 0.3, 0.2, 0.3, 0.3)
+    assert [hooks[0](0, {"eval/accuracy": a}) for a in accuracies] == [False] * 5 + [True]
 
 
-@pytest.mark.usefixtures("library_promotion")
-def test_the_page_logs_to_wandb(run_example, monkeypatch):
-    logged, started = {}, {}
-
-    def log(results, step):
-        logged[step] = results["eval/accuracy"]
-
-    def init(**options):
-        started.update(options)
-        return types.SimpleNamespace(log=log)
-
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+def test_the_page_logs_to_wandb(run_example, hooks, monkeypatch):
+    logged = []
+    run = types.SimpleNamespace(log=lambda results, step: logged.append((step, results)))
+    wandb = types.SimpleNamespace(init=lambda project, config: logged.append(config) or run)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     run_example("log_to_wandb")
-    assert logged == evaluations()
-    assert started["config"]["data"]["name"] == "digits"
+    hooks[0](6, {"eval/accuracy": 0.5})
+    assert logged[0]["data"]["name"] == "digits"
+    assert logged[1] == (6, {"eval/accuracy": 0.5})
 
 
 @pytest.mark.usefixtures("library_promotion")

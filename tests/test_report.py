@@ -10,8 +10,8 @@ from scipy import stats
 from structinit_jax.compare import report
 
 FACTS = {
-    **{"num_steps": 12, "steps_per_epoch": 6, "test_name": "test", "published": ""},
-    **{"config": {}, "data": {}, "note": ""},
+    **{"num_steps": 12, "steps_per_epoch": 6, "baseline": "default", "published": "", "note": ""},
+    **{"config": {"data": {"eval_split": "test"}}, "data": {}},
 }
 
 
@@ -36,8 +36,7 @@ def record(workdir, runs, facts=None):
                 for step, value in curve.items():
                     metrics = value if isinstance(value, dict) else {"eval/accuracy": value}
                     file.write(json.dumps({"step": step} | metrics) + "\n")
-    baselines = dict.fromkeys(runs, "default")
-    info = {"settings": settings, "baselines": baselines, "machine": ""}
+    info = {"settings": settings, "machine": ""}
     (workdir / report.GRID).write_text(json.dumps(info))
     return report.read_comparison(workdir)
 
@@ -53,20 +52,15 @@ def test_one_seed_is_compared_without_an_interval(tmp_path):
         "default": {0: {6: 0.8, 12: 0.75, 18: 0.95}},  # trained longer than the comparison
         "impulse": {0: {6: {"train/accuracy": 0.9}, 12: 0.8}},
     }
-    info, runs = record(tmp_path, curves, {"impulse": {"test_name": "train"}})
+    config = {"data": {"eval_split": "train"}}
+    info, runs = record(tmp_path, curves, {"impulse": {"config": config}})
     assert runs["impulse"][0].curve == {12: 0.8}  # not that of training batches
     text = report.markdown(info, runs)
     assert "| impulse | 1 of 1 | 80.00 | +5.00 (one seed) |" in text
     assert "With one seed there is no interval" in text
-    first, second = csv.DictReader(report.csv_of(info, runs).splitlines())
+    first, second = csv.DictReader(report.csv_of(runs).splitlines())
     assert (first["epoch"], first["test_accuracy"]) == ("2.0", "0.75")
     assert (second["epoch"], second["test_accuracy"]) == ("2.0", "0.8")
-
-
-def test_published_accuracies_have_a_column(tmp_path):
-    facts = {"default": {"published": "50.10"}}
-    text = report.markdown(*record(tmp_path, {"default": {0: {12: 0.5}}}, facts))
-    assert "| default | 1 of 1 | 50.00 | 50.10 | baseline |" in text
 
 
 def test_curves_are_those_of_finished_runs(tmp_path):
@@ -74,12 +68,11 @@ def test_curves_are_those_of_finished_runs(tmp_path):
         "default": {0: {6: 0.1, 9: 0.3, 12: 0.5}, 1: {6: 0.12, 12: 0.52}, 2: {6: 0.9}},
         "mimetic": {0: {12: 0.4}, 1: None},
     }
-    comparison = record(tmp_path, runs, {"mimetic": {"test_name": "val"}})
-    axis = report.draw_curves(*comparison).axes[0]
+    _, runs = record(tmp_path, runs)
+    axis = report.draw_curves(runs).axes[0]
     first, second = axis.get_lines()
     (band,) = axis.collections
     np.testing.assert_allclose(first.get_ydata(), [11, 51])
     np.testing.assert_allclose(second.get_ydata(), [40])
     heights = band.get_paths()[0].vertices[:, 1]
     np.testing.assert_allclose([heights.min(), heights.max()], [11 - 2**0.5, 51 + 2**0.5])
-    assert report.draw_curves(*record(tmp_path, {"impulse": {0: None}})) is None

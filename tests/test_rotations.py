@@ -28,7 +28,7 @@ def model():
     options = dict(image_size=8, patch_size=2, channels=3, num_classes=3)
     options |= dict(width=WIDTH, depth=DEPTH, num_heads=HEADS, positions="rope")
     options |= dict(pool="class_token", layer_scale=0.5)
-    return jax.jit(lambda: VisionTransformer(**options, rngs=nnx.Rngs(0)))()
+    return VisionTransformer(**options, rngs=nnx.Rngs(0))
 
 
 @pytest.fixture(scope="module")

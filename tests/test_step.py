@@ -51,14 +51,9 @@ def mean_loss(logits, targets):
     return -jnp.mean(targets * jax.nn.log_softmax(logits))
 
 
-def loss_by_class(logits, targets):
-    return -targets * jax.nn.log_softmax(logits)
-
-
-@pytest.mark.parametrize("name", ["mean_loss", "loss_by_class"])
-def test_losses_are_those_of_each_example(config, name):
+def test_losses_are_those_of_each_example(config):
     config = config.copy_and_resolve_references()
-    config.loss = f"test_step:{name}"
+    config.loss = "test_step:mean_loss"
     setup = set_up(config)
     with pytest.raises(InputError, match=r"^config\.loss"):
         setup.train_step.lower(*setup.arguments)
@@ -91,21 +86,6 @@ def test_losses_agree_with_scipy(setup, state):
     correct = log_p.argmax(-1) == batch["label"]
     np.testing.assert_allclose(metrics["accuracy"], correct.mean(), rtol=1e-6)
     assert metrics["learning_rate"] == setup.schedule.learning_rate(0)
-
-
-def test_averages_follow_the_weights(config):
-    config = config.copy_and_resolve_references()
-    config.ema_decay = 0.75
-    setup = set_up(config)
-    state = setup.initialize()
-    expected = jax.device_get(state.params)
-    for _ in range(2):
-        state = setup.train_step(state, make_batch(), np.uint32(0))[0]
-        new = jax.device_get(state.params)
-        expected = jax.tree.map(lambda old, new: 0.75 * old + 0.25 * new, expected, new)
-    assert np.any(expected["head"]["bias"] != new["head"]["bias"])
-    compare = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
-    jax.tree.map(compare, jax.device_get(state.ema["params"]), expected)
 
 
 def test_fixed_weights_and_counters_are_their_own_average():
@@ -187,13 +167,14 @@ def test_a_batch_in_parts_takes_the_same_step(config, setup, first_state):
     )
 
 
-def test_running_statistics_follow_the_parts_of_a_batch(config):
+def test_averages_follow_the_weights_and_statistics_the_parts_of_a_batch(config):
     config = config.copy_and_resolve_references()
     sizes = dict(width=8, depth=1, kernel_size=3, patch_size=2, num_classes=10)
     config.model = default_config("convmixer") | sizes
     config.update(accumulate_steps=2, ema_decay=0.75)
     setup = set_up(config)
     start = jax.device_get(setup.initialize())
+    start = start._replace(ema=jax.tree.map(lambda x: x + 1, start.ema))
     batch = make_batch()
     images = jnp.asarray((batch["image"] / 255 - 0.3) / 0.4, jnp.float32)
     weights = jax.tree.map(jnp.asarray, (start.params, start.model_state))
@@ -201,11 +182,12 @@ def test_running_statistics_follow_the_parts_of_a_batch(config):
     for part in (images[::2], images[1::2]):
         model(part, rng=jax.random.key(0))
     expected = split_model(model)[2]
-    averages = jax.tree.map(lambda old, new: 0.75 * old + 0.25 * new, start.model_state, expected)
     state, metrics = setup.train_step(place(start, setup), batch, np.uint32(0))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
     jax.tree.map(close, state.model_state, expected)
-    jax.tree.map(close, state.ema["model_state"], averages)
+    new = jax.device_get({"params": state.params, "model_state": state.model_state})
+    averages = jax.tree.map(lambda old, new: 0.75 * old + 0.25 * new, start.ema, new)
+    jax.tree.map(close, state.ema, averages)
     assert metrics["finite"]
     infinite = jax.tree.map(lambda x: np.full_like(x, np.inf), start.model_state)
     bad = start._replace(model_state=infinite)

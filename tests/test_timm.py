@@ -68,8 +68,6 @@ def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing(state_dic
     missing = {k: v for k, v in state_dict.items() if k != "blocks.1.mlp.fc1.bias"}
     with pytest.raises(InputError, match=r"has no blocks\.1\.mlp\.fc1\.bias"):
         from_timm(model, missing)
-    with pytest.raises(InputError, match=r"blocks\.1\.mlp\.fc1\.bias has dtype int8"):
-        from_timm(model, missing | {"blocks.1.mlp.fc1.bias": np.zeros(64, np.int8)})
     with pytest.raises(InputError, match=r"\['pos_embed'\].*9, 16.*4, 16.*select_weights"):
         from_timm(model, state_dict | {"pos_embed": np.ones((1, 9, 16))})
     for name in ("reg_token", "blocks.0.attn.q_norm.weight"):
@@ -83,8 +81,7 @@ def test_fixed_positions_are_timms_pos_embed():
     model = make_timm(positions="sincos", image_size=8)
     state_dict = to_timm(model)
     assert state_dict["pos_embed"].shape == (1, 4, 16)
-    for dtype in (np.float32, np.float16, jax.numpy.bfloat16):
-        from_timm(model, {name: array.astype(dtype) for name, array in state_dict.items()})
+    from_timm(model, {name: array.astype(jnp.bfloat16) for name, array in state_dict.items()})
     with pytest.raises(InputError, match="not the sin-cos encoding"):
         from_timm(model, state_dict | {"pos_embed": np.ones((1, 4, 16), np.float32)})
 
@@ -147,7 +144,8 @@ def test_selection_equals_that_on_timms_weights(make_models):
     teacher, student = make_models()
     large, small = to_timm(teacher), to_timm(student)
     expected = by_hand(large, small)
-    assert_equal(to_timm(select_weights(large, student)), expected)
+    buffers = dict.fromkeys(("blocks.1.attn_mask", "blocks.1.attn.relative_position_index"))
+    assert_equal(to_timm(select_weights(large | buffers, student)), expected)  # as in older files
     assert_equal(to_timm(student), small)  # not changed
     assert not np.array_equal(small["norm.weight"], expected["norm.weight"])
 
@@ -163,14 +161,6 @@ def test_fixed_positions_stay_the_students():
     np.testing.assert_array_equal(found["pos_embed"][0, 1:], sincos_positions((6, 6), 12))
     with pytest.raises(InputError, match=r"pos_embed.*positions='learned'"):
         select_weights(to_timm(vit(*TEACHER)), student)
-
-
-def test_buffers_of_older_files_are_ignored():
-    teacher, student = to_timm(swin(16)), swin(8)
-    names = ("attn_mask", "attn.relative_position_index")
-    old = {f"layers.0.blocks.1.{name}": np.ones(1) for name in names}
-    found = select_weights(teacher | old, student)
-    assert_equal(to_timm(found), to_timm(select_weights(teacher, student)))
 
 
 SMALL_PATCHES = dict(image_size=4, patch_size=2)  # as many of them

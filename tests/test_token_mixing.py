@@ -129,14 +129,6 @@ def test_given_kernels():
         assert any(np.array_equal(channel, kernel) for kernel in given)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("impulse_2024", dict(taps=10)),
-        ("impulse", dict(filters=np.ones((2, 5, 5), np.float32))),
-        ("impulse", dict(filters=-1e300 * np.ones((1, 3, 3)))),
-    ],
-)
-def test_options_that_do_not_fit_a_convolution_are_refused(name, options):
-    with pytest.raises(InputError, match=f"^{next(iter(options))}"):
-        kernels(attention_init.SCHEMES[name](**options))
+def test_more_taps_than_a_kernel_has_are_refused():
+    with pytest.raises(InputError, match=r"^taps"):
+        kernels(attention_init.impulse_2024(taps=10))

@@ -3,9 +3,8 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from PIL import Image, ImageEnhance, ImageOps
+from PIL import Image, ImageOps
 from scipy import stats
 
 from structinit_jax.augment import transforms
@@ -28,29 +27,21 @@ def test_flips_are_mirror_images_of_half_the_batch():
 
 
 def test_pad_crops_are_uniform_windows_of_the_padded_image():
-    images = np.random.default_rng(0).integers(1, 256, (300, 5, 6, 1)).astype(np.uint8)
-    out = np.asarray(batched(transforms.random_pad_crop, split(300), images, padding=2))
+    images = np.random.default_rng(0).integers(1, 256, (900, 5, 6, 1)).astype(np.uint8)
+    out = np.asarray(batched(transforms.random_pad_crop, split(900), images))
     places = []
     for image, window in zip(images, out, strict=True):
-        padded = np.pad(image, ((2, 2), (2, 2), (0, 0)))
-        every = [(y, x) for y in range(5) for x in range(5)]
+        padded = np.pad(image, ((4, 4), (4, 4), (0, 0)))
+        every = [(y, x) for y in range(9) for x in range(9)]
         places += [p for p in every if np.all(padded[p[0] :, p[1] :][:5, :6] == window)][:1]
-    counts = np.bincount([5 * y + x for y, x in places], minlength=25)
-    assert counts.sum() == 300
+    counts = np.bincount([9 * y + x for y, x in places], minlength=81)
+    assert counts.sum() == 900
     assert stats.chisquare(counts).pvalue > 0.001
 
 
-def test_contrast_of_a_large_image_does_not_overflow():
-    image = np.full((1, 2200, 2200), 255, np.uint8)
-    image[0, 0] = 0
-    lut = np.asarray(transforms.contrast_lut(jnp.asarray(image), jnp.float32(0.5)))
-    theirs = np.asarray(ImageEnhance.Contrast(Image.fromarray(image[0])).enhance(0.5))
-    assert np.abs(lut[image[0, :2, 0]] - theirs[:2, 0]).max() <= 1
-
-
 def test_autocontrast_matches_pillow_but_for_whole_quotients_that_it_truncates():
-    """For all 32,896 pairs of a lowest and a highest value."""
-    low, high = np.triu_indices(256)
+    """For every fifth of the 32,896 pairs of a lowest and a highest value."""
+    low, high = (values[::5] for values in np.triu_indices(256))
     rows = np.clip(np.arange(256), low[:, None], high[:, None]).astype(np.uint8)
     images = np.pad(rows, ((0, -len(rows) % 3), (0, 0))).reshape(-1, 3, 256)
     luts = np.asarray(jax.jit(jax.vmap(transforms.autocontrast_lut))(images[:, :, None]))

@@ -14,7 +14,6 @@ from references.vit_cases import CASES, SMALL
 from structinit_jax import attention_init
 from structinit_jax.attention_init import AttentionWeights
 from structinit_jax.attention_init.sites import AttentionStack
-from structinit_jax.errors import InputError
 from structinit_jax.models.layers import drop_path
 from structinit_jax.models.timm import from_timm, resample_positions, select_weights, to_timm
 from structinit_jax.models.vit import VisionTransformer
@@ -45,7 +44,7 @@ def recorded(case):
 def outcome(case):
     """Logits, outputs of the blocks and the gradients by weights, in timm's layout, and images."""
     arrays = recorded(case)
-    model = jax.jit(lambda: make_timm(**CASES[case]))()
+    model = make_timm(**CASES[case])
     from_timm(model, references.part(arrays, "state"))
     graphdef, params, _ = split_model(model)
 
@@ -166,9 +165,3 @@ def test_attention_init_is_asked_once_and_put_in_place(pool, num_prefix):
     # A class token's own position is scaled too.
     expected = np.concatenate([own.positions[...][:num_prefix], np.full((16, 16), 3.0)])
     np.testing.assert_allclose(model.positions[...], 18 * expected, rtol=1e-6)
-
-
-def test_a_scheme_cannot_set_fixed_positions():
-    weights = AttentionWeights(positions=jnp.zeros((16, 16)))
-    with pytest.raises(InputError, match=r"^weights\.positions="):
-        make(attention_init=lambda rng, site: weights)

@@ -48,12 +48,11 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
     """Reads training images without augmentation, cropped as for evaluation.
 
     The images are spread evenly over the split: `count` of them, or all if there are fewer, rounded
-    down to a multiple of `BATCH_SIZE`, which both must reach.
+    down to a multiple of `BATCH_SIZE`.
     """
     data = config.data
     source = build.open_split(config, build.open_data(config), "train_split")
     whole = min(count, len(source)) // BATCH_SIZE * BATCH_SIZE
-    require("number of images", len(source), f"{BATCH_SIZE} or more", whole > 0)
     crop = CenterCrop(data.image_size, data.crop_fraction)
     return np.stack(source.evenly_spaced(whole).map(lambda image, label: crop(image)))
 
@@ -160,9 +159,6 @@ def _observe_batch(config, graphdef, targets, weights, images):
         return [{"tokens": _tokens(inputs)}]
     stages = []
     for stage, (name, site) in zip(out.get("stages", [out]), sites.items(), strict=True):
-        needs = "a model whose 'blocks' have 'output' and 'attention_maps', see Model.__call__"
-        has_maps = {"output", "attention_maps"} <= stage.get("blocks", {}).keys()
-        require("config.model.name", config.model.name, needs, has_maps)
         output = stage["blocks"]["output"]
         if output.ndim == 4:  # It is [L, B, N, D], and class and register tokens come first.
             output = output[:, :, -site.num_tokens :]

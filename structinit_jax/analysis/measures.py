@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from structinit_jax.attention_init.solve import find_hits
+from structinit_jax.attention_init.solve import find_hits, overlap
 from structinit_jax.attention_init.targets import relative_index
 from structinit_jax.errors import require
 
@@ -64,11 +64,11 @@ def measure_against_targets(
     'hit_rate' the fraction of rows whose strongest attention is where the target is strongest. Both
     are over the rows that have a target (an impulse has none where its neighbor is off the grid).
     """
-    hits, has_target = find_hits(jnp.broadcast_to(targets[None], maps.shape), maps)
+    targets = jnp.broadcast_to(targets[None], maps.shape)
+    hits, has_target = find_hits(targets, maps)
     rows = jnp.maximum(has_target[0].sum(axis=-1, dtype=jnp.float32), 1)
-    shared = jnp.minimum(targets[None], maps).sum(axis=(-2, -1))
     return {
-        "target_mass": shared.mean(axis=0) / rows,
+        "target_mass": overlap(targets, maps).mean(axis=0),
         "hit_rate": hits.sum(axis=-1, dtype=jnp.float32).mean(axis=0) / rows,
     }
 

@@ -29,6 +29,7 @@ from __future__ import annotations  # so that signatures show the names of check
 
 import dataclasses
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -56,15 +57,15 @@ from structinit_jax.attention_init.sites import (
     sincos_positions,
 )
 from structinit_jax.attention_init.solve import reach_warning
-from structinit_jax.attention_init.targets import FilterArray, OddInt, TargetMass
+from structinit_jax.attention_init.targets import FilterArray, OddInt
 from structinit_jax.errors import (
+    Fraction,
     InputError,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     check_fields,
     require,
-    warn,
 )
 
 
@@ -73,7 +74,7 @@ def impulse(
     kernel_size: OddInt = 3,
     filters: FilterArray | None = None,
     dilation: PositiveInt = 1,
-    target_mass: TargetMass = 0.3,
+    target_mass: Fraction = 0.3,
     replace_positions: bool = True,
 ) -> AttentionInit:
     """The papers' method: every head of every layer starts as an impulse convolution.
@@ -101,7 +102,7 @@ def impulse(
       dilation: Distance in tokens between neighboring taps of a kernel.
       target_mass: Share of its attention that a token pays to the target, which sets how sharp the
         maps are. It must be larger than that of uniform attention, 1 / N on an impulse; a window
-        where it is not keeps a zero bias. `weights.report` has the share that the solve reached.
+        where it is not keeps a zero bias. `weights.report` has the share that a solve reached.
       replace_positions: Whether a sin-cos encoding replaces learned positions. If false, learned
         positions are multiplied by 18, as in 2025, and the weights are solved for these.
 
@@ -129,7 +130,7 @@ def impulse_mimetic(
     kernel_size: OddInt = 3,
     filters: FilterArray | None = None,
     dilation: PositiveInt = 1,
-    target_mass: TargetMass = 0.1,
+    target_mass: Fraction = 0.1,
 ) -> AttentionInit:
     """Our variant: `impulse` in the first half of the layers, similar tokens in the second.
 
@@ -195,7 +196,6 @@ def impulse_2025(
     *,
     position_scale: PositiveFloat = 18.0,
     query_key_norm: PositiveFloat = 7.0,
-    value_scale: PositiveFloat = 1.0,
     target_scale: PositiveFloat = 1000.0,
     target_noise: NonNegativeFloat = 3.0,
     replace_positions: bool = False,
@@ -209,7 +209,6 @@ def impulse_2025(
       position_scale: Factor on learned positions, whose standard deviation is 0.02 in the paper's
         program; fixed ones stay as they are.
       query_key_norm: Frobenius norm of each head's Q and K.
-      value_scale: Factor on V and on the output projection.
       target_scale: Logit of the target. Only its ratio to `target_noise` matters.
       target_noise: Factor on the noise of the other logits.
       replace_positions: Whether a sin-cos encoding replaces learned positions, as in `impulse`; the
@@ -353,8 +352,6 @@ class _Scheme:
         with jax.default_matmul_precision("highest"):
             weights = function(rng, site)
         report = getattr(weights, "report", None)
-        # The bias of a window is exact, as far as so few tokens allow.
-        is_solved = report is not None and weights.bias is None
-        if is_solved and is_concrete(report.hit_rate) and (message := reach_warning(report)):
-            warn(message)
+        if report and is_concrete(report.hit_rate) and (message := reach_warning(report)):
+            warnings.warn(message, stacklevel=2)
         return weights

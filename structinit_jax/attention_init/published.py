@@ -26,7 +26,7 @@ PSEUDO_INPUT_EPSILON = 1e-5  # PyTorch's default for LayerNorm; the models thems
 LEARNING_RATE = 1e-4
 RESCALE_EVERY = 100
 # The program of 2025 gives successive heads the offsets in this order.
-CENTER_FIRST = np.array([4, 1, 5, 3, 7, 0, 2, 6, 8])
+CENTER_FIRST = (4, 1, 5, 3, 7, 0, 2, 6, 8)
 
 
 def impulse_2024(
@@ -160,7 +160,6 @@ def impulse_2025(
     *,
     position_scale: float,
     query_key_norm: float,
-    value_scale: float,
     target_scale: float,
     target_noise: float,
     replace_positions: bool,
@@ -177,10 +176,8 @@ def impulse_2025(
     )
     noise_rng, vo_rng, _ = jax.random.split(rng, 3)
     targets = jnp.asarray(filter_maps(site.grid))
-    order = CENTER_FIRST
-    if len(targets) < 9:  # a single row or column of tokens
-        order = np.roll(np.arange(len(targets)), -(len(targets) // 2))
-    order = np.resize(order, site.num_heads)
+    # A single row or column of tokens has three offsets.
+    order = np.resize([i for i in CENTER_FIRST if i < len(targets)], site.num_heads)
     filter_index = jnp.asarray(np.tile(order, (site.num_layers, 1)), jnp.int32)
     query, key, report = _solve_2025(
         noise_rng,
@@ -193,12 +190,10 @@ def impulse_2025(
         qk_scale=site.sizes.qk_scale,
         norm=query_key_norm,
     )
-    value, out = mimetic_vo(vo_rng, site, transposed=False)
     return AttentionWeights(
         query,
         key,
-        value_scale * value,
-        value_scale * out,
+        *mimetic_vo(vo_rng, site, transposed=False),
         report=report,
         filter_index=filter_index,
         targets=targets,

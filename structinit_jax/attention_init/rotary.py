@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init import draws, solve
-from structinit_jax.attention_init.sites import GRID, AttentionWeights, RotarySite, SolveReport
+from structinit_jax.attention_init.sites import AttentionWeights, RotarySite, SolveReport
 from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps
 from structinit_jax.errors import is_count, require
 
@@ -42,7 +42,6 @@ def rotary_angles(
         "the width or the number of heads"
     )
     require("head_dim", head_dim, needs, lambda d: is_count(d) and d % 4 == 0)
-    require("grid", grid, *GRID)
     quarter = head_dim // 4
     frequencies = temperature ** -(np.arange(quarter) / quarter)
     y, x = np.divmod(np.arange(grid[0] * grid[1])[:, None], grid[1])
@@ -62,13 +61,13 @@ def impulse(
 ) -> AttentionWeights:
     """Impulse initialization through RoPE: constant queries and keys, rotated by the model.
 
-    The bias of the patch embedding gives all tokens a common vector of as many entries +1 as -1
-    (and one 0 at an odd width). Query and key map it to the vectors q and k of each head; on all
-    other input they act as the model's `base_init`. The coefficients are solved for: maps that are
-    closest to the targets at the lowest norm are also the least disturbed by content. The phases of
-    k are random and independent for each head. In the first layer, tokens without content have the
-    target mass; content takes some of it. If `half`, heads in the second half of the layers attend
-    to similar tokens.
+    The bias of the patch embedding gives all tokens a common vector of as many entries +1 as -1.
+    Query and key map it to the vectors q and k of each head; on all other input they act as the
+    model's `base_init`. The coefficients are solved for: maps that are closest to the targets at
+    the lowest norm are also the least disturbed by content. The phases of k are random and
+    independent for each head. In the first layer, tokens without content have the target mass;
+    content takes some of it. If `half`, heads in the second half of the layers attend to similar
+    tokens.
     """
     targets = filter_maps(site.grid, kernel_size, filters, dilation)
     solve.require_above_uniform(target_mass, targets)
@@ -98,10 +97,8 @@ def _draw_weights(rng, coefficients, *, sizes, pairs):
     size = jnp.sqrt(jnp.linalg.norm(coefficients, axis=2) / sizes.qk_scale)  # |q| and |k| by pair
     phase = 2 * math.pi * jax.random.uniform(phase_rng, size.shape)
     turn = jnp.arctan2(coefficients[:, :, 1], coefficients[:, :, 0])
-    half = sizes.width // 2
-    ones = np.repeat(np.float32([-1, 0, 1]), [half, sizes.width % 2, half])
-    # LayerNorm leaves it as it is: its variance is 1 at odd widths too.
-    common = jax.random.permutation(sign_rng, ones * np.float32(sizes.width / (2 * half)) ** 0.5)
+    # LayerNorm leaves it as it is.
+    common = jax.random.permutation(sign_rng, np.repeat(np.float32([-1, 1]), sizes.width // 2))
 
     def place(phase, kernel):
         parts = jnp.stack([size * jnp.cos(phase), size * jnp.sin(phase)], axis=-1)

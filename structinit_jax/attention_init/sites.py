@@ -40,20 +40,14 @@ class _Site:
     def __post_init__(self):
         check_fields(type(self), vars(self), f"{type(self).__name__}.")
 
-
-class _GridSite(_Site):
-    """Base of the sites with a grid of tokens."""
-
-    grid: Grid
-
     @property
     def num_tokens(self) -> int:
-        """Number of tokens N."""
+        """Number of tokens N, of all sites with a grid."""
         return self.grid[0] * self.grid[1]
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionStack(_GridSite):
+class AttentionStack(_Site):
     """Base of the sites of attention: a stack of equal layers over a grid of tokens."""
 
     grid: Grid
@@ -68,8 +62,7 @@ class AttentionStack(_GridSite):
     @property
     def sizes(self) -> AttentionStack:
         """The site without its arrays, as a static argument of jit, which must be hashable."""
-        names = [field.name for field in dataclasses.fields(AttentionStack)]
-        values = {name: getattr(self, name) for name in names}
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(AttentionStack)}
         return AttentionStack(**values | {"qk_scale": float(self.qk_scale)})  # may be a JAX scalar
 
 
@@ -141,31 +134,29 @@ class RotarySite(AttentionStack):
     The other arguments are those of `AttentionSite`.
     """
 
-    width: AtLeastTwo  # `impulse` needs a vector of mean zero
     _: dataclasses.KW_ONLY
     angles: np.ndarray | jax.Array
     pairs: Literal["interleaved", "halves"] = "interleaved"
 
     def __post_init__(self):
         super().__post_init__()
-        require("RotarySite.head_dim", self.head_dim, "even", lambda d: d % 2 == 0)
+        for field in ("width", "head_dim"):
+            require(f"RotarySite.{field}", getattr(self, field), "even", lambda d: d % 2 == 0)
         whole = (self.num_layers, self.num_heads, self.num_tokens, self.head_dim // 2)
         needs = (
-            f"finite and of shape [L, h, N, d / 2] = {whole}, with 1 in place of L or h if these "
-            "share it: leave out class and register tokens"
+            f"of shape [L, h, N, d / 2] = {whole}, with 1 in place of L or h if these share it: "
+            "leave out class and register tokens"
         )
 
         def fits(angles):
             shape = np.shape(angles)
-            if shape[2:] != whole[2:] or np.broadcast_shapes(shape, whole) != whole:
-                return False
-            return not is_concrete(angles) or np.isfinite(np.asarray(angles)).all()
+            return shape[2:] == whole[2:] and np.broadcast_shapes(shape, whole) == whole
 
         require("RotarySite.angles", self.angles, needs, fits)
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenMixingSite(_GridSite):
+class TokenMixingSite(_Site):
     """Stack of equal token-mixing MLPs with exact GELU, as in MLP-Mixer.
 
     Args:
@@ -207,7 +198,7 @@ class SolveReport(NamedTuple):
       loss: Mean squared difference between target and attention map.
       target_mass: Attention on the target, averaged over the rows that have one (an impulse row
         has none if its neighbor is off the grid). A uniform map has 1 / N on an impulse.
-      wanted_mass: The scheme's option `target_mass`; 0 if a scheme has none, or gives it exactly.
+      wanted_mass: The scheme's option `target_mass`; 0 if a scheme has none.
       hit_rate: Fraction of those rows whose strongest attention is where the target is strongest.
     """
 
@@ -323,7 +314,6 @@ def sincos_positions(
         "and a scheme that keeps them, such as 'default' or mimetic(replace_positions=False)"
     )
     require("width", width, needs, lambda d: is_count(d, 8) and d % 4 == 0)
-    require("grid", grid, *GRID)
     conventions = ("timm", "big_vision")
     require("convention", convention, f"one of {conventions}", conventions.__contains__)
     quarter = width // 4

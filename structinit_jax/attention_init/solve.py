@@ -253,10 +253,10 @@ def minimize(
 # -- maps and targets ------------------------------------------------------------------------------
 
 
-def overlap(targets: Float[Array, "F n m"], maps: Float[Array, "F n m"]) -> Float[Array, " F"]:
+def overlap(targets: Float[Array, "*F n m"], maps: Float[Array, "*F n m"]) -> Float[Array, "*F"]:
     """Returns the attention mass Σ min(H, M) on each target, averaged over rows with a target."""
     rows = jnp.sum(targets.max(axis=-1) > 0, axis=-1, dtype=jnp.float32)
-    return jnp.sum(jnp.minimum(targets, maps), axis=(1, 2)) / jnp.maximum(rows, 1)
+    return jnp.sum(jnp.minimum(targets, maps), axis=(-2, -1)) / jnp.maximum(rows, 1)
 
 
 def find_hits(
@@ -284,8 +284,6 @@ def report_on_maps(
 
 def reach_warning(report: SolveReport) -> str | None:
     """Returns a warning if the maps are far from their targets, else None."""
-    if not np.isfinite(report.loss):
-        return f"the solve ended with a loss of {report.loss}: check the site's positions or angles"
     if report.hit_rate < MIN_HIT_RATE:
         return (
             f"only {100 * report.hit_rate:.0f} % of the attention rows peak on their target: use "

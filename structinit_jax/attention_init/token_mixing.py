@@ -120,8 +120,6 @@ def conv_impulse(rng: PRNGKeyArray, site: ConvSite, *, filters: FilterArray | No
     """Gives each channel an impulse at one of the f² places of the kernel, or one of `filters`."""
     size = site.kernel_size
     bank = impulse_kernels(size, size) if filters is None else np.asarray(filters, np.float32)
-    needs = f"[F, {size}, {size}] for a ConvSite with kernel_size={size}"
-    require("filters.shape", bank.shape, needs, lambda shape: shape[1:] == (size, size))
     filter_index = assign(rng, (site.num_layers, site.width), len(bank))
     return ConvWeights(jnp.moveaxis(jnp.asarray(bank)[filter_index], 1, -1))
 

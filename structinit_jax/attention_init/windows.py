@@ -15,15 +15,7 @@ from jaxtyping import Float, PRNGKeyArray
 
 from structinit_jax.attention_init import draws
 from structinit_jax.attention_init.sites import AttentionWeights, WindowSite
-from structinit_jax.attention_init.solve import report_on_maps
-from structinit_jax.attention_init.targets import (
-    FilterArray,
-    assign,
-    filter_kernels,
-    kernel_maps,
-    relative_index,
-)
-from structinit_jax.errors import require
+from structinit_jax.attention_init.targets import FilterArray, assign, filter_kernels, kernel_maps
 
 BISECTIONS = 50  # They suffice for the precision of float64.
 
@@ -43,37 +35,26 @@ def impulse(
     deviation of about 0.02² D. With a target mass of 0.5, the blocks of Swin-T average 0.48 to
     0.50. Rows with the whole kernel inside the window have exactly the target mass; an impulse
     without its neighbor leaves the row uniform. The mask of a shifted block leaves fewer tokens in
-    a row, so the target gets more of the attention. The report describes the bias maps. In a window
-    so small that uniform attention has the target mass already, the bias is zero. Kernels that lead
-    off the window from every token go to no head, since stages of a Swin may have smaller windows
-    than the first.
+    a row, so the target gets more of the attention. In a window so small that uniform attention has
+    the target mass already, the bias is zero. Kernels that lead off the window from every token go
+    to no head, since stages of a Swin may have smaller windows than the first.
     """
     kernels = filter_kernels(site.grid, kernel_size, filters, dilation)
     kernels = kernels[kernels.any(axis=(1, 2))]
-    needs = f"smaller than the window of {site.grid} tokens: all lead off it from every token"
-    require("filters", filters, needs, len(kernels) > 0)
     table = bias_of_kernels(kernels, site.grid, target_mass)
-    return _draw_weights(rng, table, kernel_maps(kernels, site.grid), sizes=site.sizes)
+    weights = _draw_weights(rng, table, sizes=site.sizes)
+    return weights._replace(targets=kernel_maps(kernels, site.grid))
 
 
 @functools.partial(jax.jit, static_argnames="sizes")
-def _draw_weights(rng, table, targets, *, sizes):
-    """Draws the weights of all layers, given biases [F, R] and their target maps [F, n, n]."""
+def _draw_weights(rng, table, *, sizes):
+    """Draws the weights of all layers, given biases [F, R]."""
     order_rng, qk_rng, vo_rng = jax.random.split(rng, 3)
     filter_index = assign(order_rng, (sizes.num_layers, sizes.num_heads), len(table))
     query, key, *_ = draws.base_weights(qk_rng, dataclasses.replace(sizes, base_init="timm"))
     value, out = draws.value_and_projection(vo_rng, sizes)
-    maps = jax.nn.softmax(table[:, relative_index(sizes.grid)], axis=-1)
-    return AttentionWeights(
-        query,
-        key,
-        value,
-        out,
-        report=report_on_maps(targets, maps),
-        filter_index=filter_index,
-        targets=targets,
-        bias=jnp.swapaxes(table[filter_index], 1, 2),
-    )
+    bias = jnp.swapaxes(table[filter_index], 1, 2)
+    return AttentionWeights(query, key, value, out, filter_index=filter_index, bias=bias)
 
 
 def bias_of_kernels(

@@ -27,8 +27,6 @@ RAND_AUGMENT = 2
 ERASING = 4
 MIXING = 5
 
-PADDING = 4  # pixels on each side, for crop='pad'
-
 Augment = Callable[
     [Key[Array, ""], UInt8[Array, "B H W C"], Integer[Array, " B"]],
     tuple[Float[Array, "B h w C"], Float[Array, "B classes"]],
@@ -91,8 +89,7 @@ def make_augment(
 
     def change_pixels(rng, index, images):
         if config.crop == "pad":
-            crop = functools.partial(transforms.random_pad_crop, padding=PADDING)
-            images = jax.vmap(crop)(_image_rngs(rng, CROP, index), images)
+            images = jax.vmap(transforms.random_pad_crop)(_image_rngs(rng, CROP, index), images)
         if config.flip:
             flip = functools.partial(transforms.random_flip, probability=config.flip)
             images = jax.vmap(flip)(_image_rngs(rng, FLIP, index), images)

@@ -24,12 +24,10 @@ def random_flip(
     return jnp.where(jax.random.bernoulli(rng, probability), image[:, ::-1], image)
 
 
-def random_pad_crop(
-    rng: Key[Array, ""], image: UInt8[Array, "H W C"], padding: int
-) -> UInt8[Array, "H W C"]:
-    """Pads each side with `padding` black pixels and crops back to the original size."""
-    padded = jnp.pad(image, ((padding, padding), (padding, padding), (0, 0)))
-    top, left = jax.random.randint(rng, (2,), 0, 2 * padding + 1)
+def random_pad_crop(rng: Key[Array, ""], image: UInt8[Array, "H W C"]) -> UInt8[Array, "H W C"]:
+    """Pads each side with 4 black pixels and crops back to the original size."""
+    padded = jnp.pad(image, ((4, 4), (4, 4), (0, 0)))
+    top, left = jax.random.randint(rng, (2,), 0, 2 * 4 + 1)
     return jax.lax.dynamic_slice(padded, (top, left, 0), image.shape)
 
 
@@ -108,9 +106,7 @@ def apply_lut(image: UInt8[Array, "C H W"], lut: UInt8[Array, "C 256"]) -> UInt8
 def contrast_lut(image: UInt8[Array, "C H W"], factor: Float[Array, ""]) -> Int[Array, "256"]:
     """Returns the lookup table that blends with the mean luminance, rounded to an integer."""
     count = image.shape[1] * image.shape[2]
-    total = jnp.sum(luminance(image))
-    # Without `2 * total`, which would overflow for images of 2,053 pixels a side.
-    mean = total // count + (2 * (total % count) + count) // (2 * count)
+    mean = (2 * jnp.sum(luminance(image)) + count) // (2 * count)
     return blend(jnp.broadcast_to(mean, 256), VALUES, factor)
 
 

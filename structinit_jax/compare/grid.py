@@ -14,7 +14,7 @@ import jax
 import optax
 from ml_collections import ConfigDict
 
-from structinit_jax import __version__, command_line, files
+from structinit_jax import __version__, files
 from structinit_jax.compare import report
 from structinit_jax.compare.settings import find_baselines
 from structinit_jax.data.source import digest
@@ -49,38 +49,33 @@ def run_grid(
       settings: Config of each setting, by name. Their seeds are replaced.
       seeds: Seeds of every setting.
       workdir: Output directory. Each run has a workdir of its own, `SETTING/seed_K`.
-      rows: The row of each setting in a table of the papers: the setting that it is compared with,
-        trained or not, and the published accuracy and the note that the report shows. By default,
-        settings are compared as `find_baselines` says.
+      rows: The row of each setting in a table of the papers: the 'baseline' that it is compared
+        with, trained or not, and the 'published' accuracy and the 'note' that the report shows. By
+        default, settings are compared as `find_baselines` says.
 
     Raises:
       InputError: A setting cannot be trained, or the workdir holds a comparison that disagrees, or
         runs that its `compare.json` does not list.
-      StoppedError: A signal stopped the runs, or the disk is full.
+      StoppedError: A signal stopped the runs.
     """
-    command_line.use_compilation_cache()  # through which runs share programs
     workdir = workdir_lib.prepare_workdir(workdir)
-    rows = rows or {}
+    rows = rows or {
+        name: {"baseline": baseline, "published": "", "note": ""}
+        for name, baseline in find_baselines(settings).items()
+    }
     new = {}
     for name, config in settings.items():
-        row = rows.get(name, {})
-        new[name] = describe_setting(name, config) | {
-            "seeds": list(seeds),
-            "published": row.get("published", ""),
-            "note": row.get("note", ""),
-        }
-    with files.report_full_disk(workdir):
-        with workdir_lib.lock_workdir(workdir):
-            info = _merge(workdir, new, settings)
-            info["baselines"] |= find_baselines(settings)
-            info["baselines"] |= {name: row["baseline"] for name, row in rows.items()}
-            machines = dict.fromkeys([*info["machine"].split("\n\n"), _describe_machine()])
-            info["machine"] = "\n\n".join(filter(None, machines))
-            files.write_atomically(workdir / report.GRID, json.dumps(info, indent=1) + "\n")
-        try:
-            return _train_all(workdir, info, settings, seeds)
-        finally:
-            report.write_report(workdir)
+        row = {column: rows[name][column] for column in ("baseline", "published", "note")}
+        new[name] = describe_setting(name, config) | row | {"seeds": list(seeds)}
+    with workdir_lib.lock_workdir(workdir):
+        info = _merge(workdir, new, settings)
+        machines = dict.fromkeys([*info["machine"].split("\n\n"), _describe_machine()])
+        info["machine"] = "\n\n".join(filter(None, machines))
+        files.write_atomically(workdir / report.GRID, json.dumps(info, indent=1) + "\n")
+    try:
+        return _train_all(workdir, info, settings, seeds)
+    finally:
+        report.write_report(workdir)
 
 
 def describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
@@ -103,20 +98,17 @@ def describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
         "data": digests,
         "num_steps": schedule.num_steps,
         "steps_per_epoch": schedule.steps_per_epoch,
-        "test_name": data.eval_split,
     }
 
 
 def _merge(workdir, new, settings):
     """Merges settings and seeds into those of earlier commands, which must agree with them."""
-    info: dict[str, Any] = {"settings": {}, "baselines": {}, "machine": ""}
+    info: dict[str, Any] = {"settings": {}, "machine": ""}
     if (workdir / report.GRID).exists():
         info = files.read_json(workdir / report.GRID)
     old = info["settings"]
     for name, facts in new.items():
-        earlier = old.values()
         if name in old:
-            earlier = [old[name]]  # others may read folders of the same name at other places
             place = f"the setting {name} in {workdir}"
             workdir_lib.check_config(old[name]["config"], settings[name], _matters, place)
             facts["seeds"] = sorted({*old[name]["seeds"], *facts["seeds"]})
@@ -126,7 +118,8 @@ def _merge(workdir, new, settings):
                 "away, or use another --workdir"
             )
         for data, new_digest in facts["data"].items():
-            digests = [each["data"][data] for each in earlier if data in each["data"]]
+            # Settings may read folders of the same name at several places.
+            digests = [each["data"][data] for each in old.values() if data in each["data"]]
             if digests and new_digest not in digests:
                 raise InputError(
                     f"--workdir={workdir} holds results for other images, labels or classes of "
@@ -194,7 +187,7 @@ def _train(config, run, label, stop):
     terminal = sys.stdout
 
     def show_evaluation(step, results):
-        accuracy = f"{run.facts['test_name']} accuracy {results['eval/accuracy']:.2%}"
+        accuracy = f"{run.split} accuracy {results['eval/accuracy']:.2%}"
         text = f"step {step}, epoch {run.epoch(step):.1f}, {accuracy}"
         print(label, text, file=terminal, flush=True)
 

@@ -1,9 +1,9 @@
 """The runs of a comparison, as its workdir records them, and the report on them.
 
-`compare.json` has the 'machine', by setting the 'baselines', and as 'settings' by name what
-`grid.describe_setting` returns, with the 'seeds', the 'published' accuracy and the 'note'. Each run
-is a workdir of its own, `SETTING/seed_K`. The report, which is results.csv, report.md and
-curves.png, needs only these files, so it can be repeated.
+`compare.json` has the 'machine', and as 'settings' by name what `grid.describe_setting` returns,
+with the 'seeds', the 'baseline', the 'published' accuracy and the 'note'. Each run is a workdir of
+its own, `SETTING/seed_K`. The report, which is results.csv, report.md and curves.png, needs only
+these files, so it can be repeated.
 """
 
 import math
@@ -36,6 +36,7 @@ class SeedRun:
 
     Attributes:
       folder: Workdir of the run.
+      split: The split on which it is evaluated.
       curve: The test accuracy by step, from 0 to 1, up to the last step of the comparison:
         `structinit_jax.main` may have trained the run longer.
       error: Why the run failed, in one line.
@@ -48,6 +49,7 @@ class SeedRun:
         self.seed = seed
         self.facts = facts
         self.folder = workdir / setting / f"seed_{seed}"
+        self.split = facts["config"]["data"]["eval_split"]
         lines = read_metrics(self.folder / "metrics.jsonl", facts["num_steps"])
         self.curve: dict[int, float] = {
             line["step"]: line["eval/accuracy"] for line in lines if "eval/accuracy" in line
@@ -69,10 +71,8 @@ class SeedRun:
     def result(self) -> str:
         """How the run ended, in one line."""
         if self.status == "done":
-            return f"{self.facts['test_name']} accuracy {self.accuracy:.2%}"
-        # A run with all of its checkpoints trains no more, and writes no metrics.
-        lost = f"no result in {self.folder / 'metrics.jsonl'}: delete its folder"
-        return f"failed: {self.error or lost}"
+            return f"{self.split} accuracy {self.accuracy:.2%}"
+        return f"failed: {self.error or 'its metrics.jsonl has no result: delete its folder'}"
 
     def epoch(self, step: int) -> float:
         """Converts a step to epochs."""
@@ -92,10 +92,10 @@ def read_comparison(workdir: Path) -> tuple[dict[str, Any], Runs]:
     return info, runs
 
 
-def _metric(info) -> str:
-    """Returns the name of the accuracy after the first setting's split, such as 'test accuracy'."""
-    first, *_ = info["settings"].values()
-    return f"{first['test_name']} accuracy"
+def _metric(runs: Runs) -> str:
+    """Returns the name of the accuracy, after the split of the first setting."""
+    first, *_ = runs.values()
+    return f"{first[0].split} accuracy, %"
 
 
 def _accuracies(runs: Iterable[SeedRun]) -> dict[int, float]:
@@ -120,10 +120,9 @@ def markdown(info: Mapping[str, Any], runs: Runs) -> str:
         _table(_summary(info, runs)),
         "Accuracy after the last epoch in percent: mean ± standard deviation over seeds. "
         + interval,
-        *(f"{name}: {fact['note']}" for name, fact in info["settings"].items() if fact.get("note")),
+        *(f"{name}: {fact['note']}" for name, fact in info["settings"].items() if fact["note"]),
+        f"![Accuracy by epoch]({CURVES})",
     ]
-    if any(run.status == "done" for run in every):
-        parts.append(f"![Accuracy by epoch]({CURVES})")
     failures = [[run.setting, str(run.seed), run.error] for run in every if run.status == "failed"]
     if failures:
         parts += ["## Failed runs", _table([["setting", "seed", "error"], *failures])]
@@ -139,14 +138,15 @@ def _table(rows: list[list[str]]) -> str:
 def _summary(info, runs) -> list[list[str]]:
     """Returns a header, and a row for each setting."""
     published = {name: facts["published"] for name, facts in info["settings"].items()}
-    rows = [["setting", "seeds", f"{_metric(info)}, %", "difference to the baseline (95 %)"]]
+    baselines = {name: facts["baseline"] for name, facts in info["settings"].items()}
+    rows = [["setting", "seeds", _metric(runs), "difference to the baseline (95 %)"]]
     for setting, group in runs.items():
         percent = [100 * accuracy for accuracy in _accuracies(group).values()]
         text = f"{np.mean(percent):.2f}" if percent else "–"
         if len(percent) > 1:
             text += f" ± {np.std(percent, ddof=1):.2f}"
         seeds = f"{len(percent)} of {len(group)}"
-        rows.append([setting, seeds, text, _difference(info["baselines"], runs, setting)])
+        rows.append([setting, seeds, text, _difference(baselines, runs, setting)])
     if any(published.values()):
         for row, value in zip(rows, ["published, %", *published.values()], strict=True):
             row.insert(3, value or "–")
@@ -155,7 +155,7 @@ def _summary(info, runs) -> list[list[str]]:
 
 def _difference(baselines, runs, setting) -> str:
     """Formats the difference to the baseline in percentage points, '+1.20 [+0.40, +2.00]'."""
-    baseline = baselines.get(setting)
+    baseline = baselines[setting]
     if baseline == setting:
         return "baseline"
     own = _accuracies(runs[setting])
@@ -187,32 +187,31 @@ def write_report(workdir: Path) -> None:
     """Writes the files of the report."""
     info, runs = read_comparison(workdir)
     files: dict[str, str | bytes] = {
-        "results.csv": csv_of(info, runs),
+        "results.csv": csv_of(runs),
         "report.md": markdown(info, runs),
+        CURVES: png(draw_curves(runs)),
     }
-    if figure := draw_curves(info, runs):
-        files[CURVES] = png(figure)
     for name, content in files.items():
         write_atomically(workdir / name, content)
     print(f"wrote {', '.join(files)} to {workdir}", flush=True)
 
 
-def csv_of(info: Mapping[str, Any], runs: Runs) -> str:
+def csv_of(runs: Runs) -> str:
     """Returns the text of results.csv, which has one row for each run."""
     header = ["setting", "seed", "status", "epoch", "test_accuracy"]
     header += ["baseline", "published", "error"]
     rows = []
     for setting, group in runs.items():
-        baseline = info["baselines"].get(setting)
         for run in group:
             last = max(run.curve, default=0)
             measured = [run.status, run.epoch(last), run.curve.get(last)]
-            rows.append([setting, run.seed, *measured, baseline, run.facts["published"], run.error])
+            facts = [run.facts["baseline"], run.facts["published"]]
+            rows.append([setting, run.seed, *measured, *facts, run.error])
     return csv_text(header, rows)
 
 
-def draw_curves(info: Mapping[str, Any], runs: Runs) -> Figure | None:
-    """Draws the test accuracy by epoch; None if no run has finished.
+def draw_curves(runs: Runs) -> Figure:
+    """Draws the test accuracy by epoch of the settings with finished runs.
 
     Lines are means over the finished seeds, bands one standard deviation on either side.
     """
@@ -234,9 +233,7 @@ def draw_curves(info: Mapping[str, Any], runs: Runs) -> Figure | None:
             deviation = curves.std(axis=0, ddof=1)
             band = mean - deviation, mean + deviation
             axis.fill_between(epochs, *band, alpha=0.15, color=color, linewidth=0)
-    if not axis.lines:
-        return None
-    axis.set(xlabel="epoch", ylabel=f"{_metric(info)}, %")
+    axis.set(xlabel="epoch", ylabel=_metric(runs))
     axis.grid(alpha=0.25)
     add_legend(figure, axis)
     return figure

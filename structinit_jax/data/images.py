@@ -1,7 +1,7 @@
 """Decodes stored images, and crops and resizes them.
 
 Evaluation takes the center of an image (`CenterCrop`), training may take random boxes
-(`RandomCrop`), for which no more of a JPEG is decoded than they need.
+(`RandomCrop`).
 
 JPEGs are decoded by libjpeg-turbo (simplejpeg), which returns Pillow's pixels in half the time and
 can decode at a fraction of the size. Pillow decodes every other format, and CMYK JPEGs.
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import simplejpeg
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image
 
 from structinit_jax import rngs
 from structinit_jax.errors import InputError, require
@@ -28,14 +28,10 @@ try:
 except ImportError:  # there is no wheel for this platform, for example ARM Linux
     simd = None
 
-# By the number of channels. CMYK JPEGs have four.
-PIL_MODES = {1: "L", 3: "RGB"}
-JPEG_MODES = {1: "GRAY", 3: "RGB"}
-# Markers of a JPEG. The frame header holds the size; C4, C8 and CC are not frames.
-FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-PROGRESSIVE = 0xC2
-START_OF_IMAGE = b"\xff\xd8"
-END_OF_IMAGE = b"\xff\xd9"
+PIL_MODES = {1: "L", 3: "RGB"}  # by the number of channels
+JPEG_MODES = {"Gray": "GRAY", "YCbCr": "RGB", "RGB": "RGB"}  # by the color space; CMYK is Pillow's
+EXIF = b"Exif\0\0"
+START_OF_SCAN = b"\xff\xda"
 TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
 
 RATIO = (3 / 4, 4 / 3)  # smallest and largest width / height of random boxes, as in timm
@@ -63,7 +59,6 @@ class JpegHeader(NamedTuple):
     width: int
     mode: str  # of the pixels that simplejpeg returns
     orientation: int
-    frame: int  # offset of the frame header
 
 
 class StoredImage:
@@ -108,37 +103,25 @@ class StoredImage:
 
     def decode(self) -> np.ndarray:
         """Returns the pixels, uint8 [h, w, C]."""
-        pixels, _ = self.decode_top(self.size[0])
+        pixels, _ = self.decode_scaled(1.0)
         return pixels
 
-    def decode_top(self, rows: int, reduction: float = 1.0) -> tuple[np.ndarray, float]:
-        """Returns the upper `rows` of the image or more, uint8 [h, w, C], and their scale.
+    def decode_scaled(self, reduction: float) -> tuple[np.ndarray, float]:
+        """Returns the pixels, uint8 [h, w, C], and their scale.
 
-        The scale of a JPEG is 1, 1/2, 3/8, 1/4 or 1/8, but at least `1 / reduction`; what is below
-        the rows is not decoded, and damage there goes unnoticed. Other images have the scale 1.
+        The scale of a JPEG is 1, 1/2, 3/8, 1/4 or 1/8, but at least `1 / reduction`. Other images
+        have the scale 1.
         """
         if self._jpeg is None:
             return self._pixels, 1.0
-        height, width, mode, orientation, frame = self._jpeg
-        data = self._data
+        height, width, mode, orientation = self._jpeg
         eighths = next((n for n in (1, 2, 3, 4) if n * reduction >= 8), 8)
-        # The interpolation of colors needs the pixels below.
-        end = rows + 16 // eighths
-        # The scans of a progressive JPEG are decoded before the first pixel, and without `strict`
-        # simplejpeg would return uninitialized memory for a damaged one.
-        is_progressive = data[frame + 1] == PROGRESSIVE
-        if ends_early := orientation == 1 and end < height and not is_progressive:
-            height = end
-            # A decoder stops at the height in the header.
-            parts = (data[: frame + 5], height.to_bytes(2, "big"), memoryview(data)[frame + 7 :])
-            data = b"".join(parts)
         try:
             pixels = simplejpeg.decode_jpeg(
-                data,
+                self._data,
                 mode,
                 min_height=math.ceil(height * eighths / 8),
                 min_width=math.ceil(width * eighths / 8),
-                strict=not ends_early,  # it warns of the bytes that are left
             )
         except ValueError:
             # simplejpeg stops at the first warning. Pillow goes on, but refuses a truncated file.
@@ -175,21 +158,16 @@ class StoredImage:
     @functools.cached_property
     def _jpeg(self) -> JpegHeader | None:
         """The header of a JPEG that simplejpeg can decode."""
-        data = self._data
-        if not (isinstance(data, bytes) and data.startswith(START_OF_IMAGE)):
+        if not isinstance(self._data, bytes):
             return None
         try:
-            frame, exif = _find_frame(data)
-            channels = data[frame + 9]
-        except IndexError:  # Pillow says what is wrong.
+            height, width, space, _ = simplejpeg.decode_jpeg_header(self._data)
+        except ValueError:  # another format, or damage of which Pillow says what it is
             return None
-        is_truncated = data.rfind(END_OF_IMAGE, frame) < 0
-        if is_truncated or channels not in JPEG_MODES:
+        if space not in JPEG_MODES:
             return None
-        height = int.from_bytes(data[frame + 5 : frame + 7])
-        width = int.from_bytes(data[frame + 7 : frame + 9])
-        orientation = _orientation(functools.partial(_read_exif, exif))
-        return JpegHeader(height, width, JPEG_MODES[channels], orientation, frame)
+        orientation = _orientation(functools.partial(_read_exif, self._data))
+        return JpegHeader(height, width, JPEG_MODES[space], orientation)
 
     @functools.cached_property
     def _pixels(self) -> np.ndarray:
@@ -198,9 +176,7 @@ class StoredImage:
         try:
             return _decode_with_pillow(data, self._channels)
         except Exception as error:  # each format's decoder has errors of its own
-            # The text of this one contains a memory address.
-            reason = "unknown format" if isinstance(error, UnidentifiedImageError) else error
-            raise BadImageError(f"{self.name}: cannot be decoded ({reason})") from error
+            raise BadImageError(f"{self.name}: cannot be decoded ({error})") from error
 
 
 def _decode_with_pillow(data, channels):
@@ -228,22 +204,12 @@ def _from_pillow(image, channels):
     return pixels.reshape(*pixels.shape[:2], channels)
 
 
-def _find_frame(jpeg):
-    """Returns the offset of the frame header of a JPEG, and the Exif data before it, or b''."""
-    exif = b""
-    at = 2
-    while jpeg[at + 1] not in FRAMES:
-        # 255 again is padding.
-        end = at + 1 if jpeg[at + 1] == 255 else at + 2 + int.from_bytes(jpeg[at + 2 : at + 4])
-        if jpeg[at + 4 : at + 10] == b"Exif\0\0":
-            exif = jpeg[at + 4 : end]
-        at = end
-    return at, exif
-
-
-def _read_exif(data):
+def _read_exif(jpeg):
+    """Reads the Exif data of a JPEG, which are before its first scan."""
     tags = Image.Exif()
-    tags.load(data)
+    start = jpeg.find(EXIF, 0, jpeg.find(START_OF_SCAN))
+    if start >= 0:
+        tags.load(jpeg[start:])
     return tags
 
 
@@ -344,11 +310,10 @@ def crop_and_resize(
 
     The box is (top, left, height, width) in pixels, `interpolation` 'bicubic' or 'bilinear'. A JPEG
     is decoded at a fraction of its size if the box still has `image_size` pixels each way, as with
-    Pillow's `draft`. Decoding ends below the box, as with TensorFlow's `decode_and_crop_jpeg`; this
-    changes no pixel. (timm and torchvision decode whole images.)
+    Pillow's `draft`. (timm and torchvision decode at full size.)
     """
     top, left, height, width = box
-    pixels, scale = image.decode_top(top + height, min(height, width) / image_size)
+    pixels, scale = image.decode_scaled(min(height, width) / image_size)
     bottom = (top + height) * scale
     right = (left + width) * scale
     top = top * scale

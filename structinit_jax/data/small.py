@@ -95,11 +95,8 @@ def _download(url, path, sha256):
             f"files, {', '.join(f'{name}.gz' for name in CHECKSUMS)}, as data_dir"
         ) from error
     array = _parse_idx(content, path, sha256)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, content)  # Other processes may download the same file.
-    except OSError as error:
-        raise InputError(f"fashion_mnist: {path} cannot be written: {error}") from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, content)  # Other processes may download the same file.
     return array
 
 

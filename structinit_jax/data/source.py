@@ -109,7 +109,7 @@ class ImageSource:
         def check(image, label):
             try:
                 # Decoding at 1/8 size still reads every byte of a JPEG, in a third of the time.
-                image.decode_top(image.size[0], reduction=8.0)
+                image.decode_scaled(8.0)
             except BadImageError as error:
                 return None, error.problem
             return image.size, None
@@ -131,14 +131,10 @@ class ImageSource:
             for place, record in zip(wanted, records, strict=True):
                 name = f"{self.name}, example {place}"
                 stored = record["image"]
-                label = record["label"]
                 if isinstance(stored, str | os.PathLike):
                     name += f" ({os.fspath(stored)})"
-                try:
-                    label = operator.index(label)
-                except TypeError as error:
-                    raise InputError(f"{name}: label {label!r} is not a whole number") from error
-                yield StoredImage(stored, self.info.channels, name), label
+                image = StoredImage(stored, self.info.channels, name)
+                yield image, operator.index(record["label"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,6 @@ from structinit_jax.interop.layouts import (
     FIELDS,
     Leaves,
     Stack,
-    check_array,
     find_stack,
     find_stacks,
     replace_rows,
@@ -34,10 +33,6 @@ _OTHER_TOKENS = r"(?i:(?:.*\.)?(?!mask)[a-z_]+_tok(?:en)?s?)"  # unless they are
 _RELATIVE = r"(?:.*[._])?(?:rel_pos|relative_pos|relative_att|position_bias|attention_bias).*"
 _ROTARY = r"(?:.*[._])?(?:rope|rotary|freqs).*"
 _BIAS_TABLE = "relative_position_bias_table"  # of Swin and BEiT
-_REFUSED = {  # by the names of their parameters
-    re.compile(r"(?:.*\.)?att\w*\.(?:.*\.)?logit_scale"): "the cosine attention of SwinV2",
-    re.compile(r"(?:.*\.)?attn_grid\..*"): "the grid attention of MaxViT",
-}
 _LAYER_SCALE = r"(?:.*\.)?((ls_?1|layer_?scale_?1)\.\w+|(gamma|lambda)_?1|scale1)"
 _NORMS = re.compile(r"(?i:[^.]*(?:norm|ln)[^.]*)|0\.norm|1\.net\.0")  # the last two: vit-pytorch
 
@@ -85,7 +80,6 @@ class Host:
         attentions = self.stack.attentions
         query, _, _, out = layout.weights(attentions[0])
         name = out if layout.torch else query
-        check_array("params", name, self.leaves[name])
         shape = self.leaves[name].shape
         self.num_layers = shape[0] if self.stack.stacked else len(attentions)
         shown = None  # number of heads that the parameters show
@@ -221,7 +215,6 @@ class Host:
                 "one, or positions=[N, D]"
             )
         ((name, shape),) = found.items()
-        check_array("params", name, self.leaves[name])
         rows = self.leaves[name].reshape(-1, self.width)
         if len(shape) == 2 and grid in (None, shape):
             return PositionTable(name, rows, 0, shape)
@@ -271,8 +264,7 @@ class Host:
         for name in self._names(rf".*\.{layout.leaf}"):
             shape = np.shape(self.leaves[name])
             ends_here = 2 <= len(shape) <= 5 and shape[0 if layout.torch else -1] == self.width
-            # The backbone of a hybrid model is not its patch embedding.
-            if ends_here and not name.startswith(inside) and "patch_embed.backbone" not in name:
+            if ends_here and not name.startswith(inside):
                 ranks[name] = len(shape)
         named = [name for name in ranks if re.search(r"patch|embeds\.proj", name.lower())]
         found = named or [name for name, rank in ranks.items() if rank >= 4]
@@ -299,9 +291,9 @@ class Host:
 
 def find_hosts(leaves: Leaves, num_heads: int | None) -> list[Host]:
     """Finds the stacks of attention layers: one of a ViT or BEiT, one for each stage of a Swin."""
-    for pattern, attention in _REFUSED.items():
-        for name in filter(pattern.fullmatch, leaves):
-            raise unsupported(name, f"belongs to {attention}")
+    for name in leaves:
+        if "attn_grid." in name:
+            raise unsupported(name, "belongs to the grid attention of MaxViT")
     tables = [name for name in leaves if name.endswith(_BIAS_TABLE)]
     if not tables:
         return [Host(leaves, find_stack(leaves), num_heads)]

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType
 from jaxtyping import Array, Float, Shaped
 
 from structinit_jax.attention_init.sites import is_concrete
@@ -38,17 +37,9 @@ def as_array(leaf: Any) -> Any:
     return (leaf.float() if leaf.is_floating_point() and leaf.itemsize < 4 else leaf).numpy()
 
 
-def check_array(argument: str, name: str, leaf: Any) -> None:
-    """Raises `InputError` for anything but a NumPy or JAX array of floats."""
-    is_array = isinstance(leaf, np.ndarray | jax.Array)
-    if not is_array or not jnp.issubdtype(leaf.dtype, jnp.floating):
-        kind = f"has dtype {leaf.dtype}" if is_array else f"is of {type(leaf)}"
-        raise InputError(f"{argument}: {name} {kind}, but must be a NumPy or JAX array of floats")
-
-
 def like(new: Any, old: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
     """Converts new values to the array kind (NumPy or JAX), dtype and sharding of the old ones."""
-    if stays_numpy(new, old):
+    if isinstance(old, np.ndarray) and not isinstance(new, jax.core.Tracer):
         return np.array(new, old.dtype, order="C")
     new = jnp.asarray(new).astype(old.dtype)
     if isinstance(old, np.ndarray | jax.core.Tracer) or not old.committed:
@@ -60,25 +51,11 @@ def replace_rows(
     table: Shaped[Array | np.ndarray, "R *k"], rows: Float[Array | np.ndarray, "r *k"], start: int
 ) -> Shaped[Array | np.ndarray, "R *k"]:
     """Returns a table with other rows from `start` on, in the table's dtype."""
-    # On a mesh with explicit axes, parts of a table that are sharded differently cannot be joined.
-    on_host = (
-        isinstance(table, jax.Array)
-        and is_concrete(table)
-        and is_concrete(rows)
-        and AxisType.Explicit in jax.typeof(table).sharding.mesh.axis_types
-    )
-    xp = np if on_host or stays_numpy(rows, table) else jnp
+    # JAX cannot join parts of a table that are sharded differently on a mesh with explicit axes.
+    xp = np if is_concrete(table) and is_concrete(rows) else jnp
     table = xp.asarray(table)
-    # Arrays on such a mesh allow neither `.at[...].set` nor empty slices outside `jax.set_mesh`.
-    stop = start + len(rows)
-    before = [table[:start]] if start else []
-    after = [table[stop:]] if stop < len(table) else []
-    return xp.concatenate([*before, xp.asarray(rows).astype(table.dtype), *after])
-
-
-def stays_numpy(new: Any, old: Any) -> bool:
-    """Whether new values of a NumPy array can be one too, which traced values cannot."""
-    return isinstance(old, np.ndarray) and not isinstance(new, jax.core.Tracer)
+    rows = xp.asarray(rows).astype(table.dtype)
+    return xp.concatenate([table[:start], rows, table[start + len(rows) :]])
 
 
 # -- names -----------------------------------------------------------------------------------------
@@ -123,12 +100,7 @@ def _name(path) -> str:
         path = path[:-1]
     name = jax.tree_util.keystr(path, simple=True, separator=".").replace("/", ".")
     # The fused weight and bias of torch's MultiheadAttention are not in a module.
-    return re.sub(r"in_proj_(weight|bias)$", r"in_proj.\1", unwrapped(name))
-
-
-def unwrapped(name: str) -> str:
-    """Removes the prefixes of torch's DataParallel and `torch.compile` from a parameter name."""
-    return re.sub(r"^(?:(?:module|_orig_mod)\.)+|(?<=\.)_orig_mod\.", "", name)
+    return re.sub(r"in_proj_(weight|bias)$", r"in_proj.\1", name)
 
 
 def unsupported(name: str, why: str) -> InputError:
@@ -227,8 +199,8 @@ def find_stack(leaves: Leaves) -> Stack:
     if len(seeing) == 1:
         return seeing[0]
     raise InputError(
-        f"params hold several models ({', '.join(names)}): pass "
-        "the subtree of one; a model with several stages is not supported unless it is a Swin"
+        f"params hold several models ({', '.join(names)}): pass the subtree of one; a model with "
+        "several stages is not supported unless it is a Swin, and not a SwinV2"
     )
 
 

@@ -32,13 +32,8 @@ def default_config(name: str) -> dict[str, Any]:
     as 'module:Class' (see `model.Model`). Raises `InputError` for other names.
     """
     family, changes = VARIANTS.get(name, (name, {}))
-    return {"name": family} | _find_model(family).default_config() | changes
-
-
-def _find_model(name: str | None) -> type[Model]:
-    needs = "the name of a model, such as 'vit' or 'vit_tiny_patch16_224'"
-    errors.require("name", name, needs, lambda name: isinstance(name, str))
-    return errors.find(name, FAMILIES | VARIANTS, "name")
+    model = errors.find(family, FAMILIES | VARIANTS, "name")
+    return {"name": family} | model.default_config() | changes
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
@@ -67,9 +62,10 @@ def create_model(
       InputError: The model is unknown, or its sizes do not fit each other.
     """
     options = dict(options)
-    name = options.pop("name", None)
+    name = options.pop("name")
     family, changes = VARIANTS.get(name, (name, {}))
     options = {**changes, **options}
     if image_size is not None:
         options["image_size"] = image_size
-    return _find_model(family)(**options, channels=channels, rngs=rngs)
+    model = errors.find(family, FAMILIES | VARIANTS, "name")
+    return model(**options, channels=channels, rngs=rngs)

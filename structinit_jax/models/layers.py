@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init.draws import draw_flat, trunc_normal
 from structinit_jax.attention_init.sites import check_shape
-from structinit_jax.errors import InputError, require
+from structinit_jax.errors import InputError
 
 Rng = PRNGKeyArray | None
 
@@ -171,12 +171,6 @@ class PatchEmbedding(nnx.Module):
         bias = self.bias[...].astype(self.dtype)
         tokens = jnp.einsum("brpcqi,pqid->brcd", patches.astype(self.dtype), kernel)
         return tokens + bias[None, None, None, :]
-
-
-def hidden_width(name: str, ratio: float, width: int) -> int:
-    """Returns the hidden width of an MLP; `InputError` for a ratio, of that name, that gives 0."""
-    require(name, ratio, f"at least 1/{width}, for one hidden unit", lambda x: width * x >= 1)
-    return int(width * ratio)
 
 
 class Mlp(nnx.Module):

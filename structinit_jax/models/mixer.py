@@ -90,8 +90,8 @@ class MlpMixer(Model):
             depth,
             num_tokens=self.grid[0] * self.grid[1],
             width=width,
-            token_hidden=layers.hidden_width("token_mlp_ratio", token_mlp_ratio, width),
-            hidden=layers.hidden_width("mlp_ratio", mlp_ratio, width),
+            token_hidden=int(token_mlp_ratio * width),
+            hidden=int(mlp_ratio * width),
             init=_timm_mlp_init if base_init == "timm" else layers.pytorch_init,
             **options,
         )

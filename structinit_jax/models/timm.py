@@ -21,13 +21,7 @@ from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import sincos_positions
 from structinit_jax.errors import InputError, require
-from structinit_jax.interop.layouts import (
-    as_array,
-    check_array,
-    like,
-    refuse_torch_module,
-    unwrapped,
-)
+from structinit_jax.interop.layouts import as_array, like, refuse_torch_module
 from structinit_jax.models.convmixer import ConvMixer
 from structinit_jax.models.mixer import MlpMixer
 from structinit_jax.models.model import Model
@@ -84,7 +78,6 @@ def from_timm(model: nnx.Module, state_dict: StateDict) -> None:
         _check_sincos(np.asarray(weights["pos_embed"]), model)
     for entry in entries:
         tensor = np.asarray(weights[entry.name])
-        check_array("state_dict", entry.name, tensor)
         views = entry.views(ours)
         shape = (sum(map(len, views)), *views[0].shape[1:])
         needs = (
@@ -105,10 +98,9 @@ def _arrays_by_path(model: nnx.Module) -> dict[str, Any]:
 def _read_names(state_dict: StateDict) -> dict[str, Any]:
     """Returns the weights by timm's names, without buffers and the prefixes of wrappers."""
     refuse_torch_module("state_dict", state_dict)
-    needs = "a mapping of timm's names to arrays, such as to_timm(model)"
-    require("type of the state dict", type(state_dict), needs, isinstance(state_dict, Mapping))
+    wrappers = r"^(?:(?:module|_orig_mod)\.)+|(?<=\.)_orig_mod\."  # DataParallel, `torch.compile`
     return {
-        unwrapped(name): as_array(leaf)
+        re.sub(wrappers, "", name): as_array(leaf)
         for name, leaf in state_dict.items()
         if not name.endswith(BUFFERS)
     }
@@ -313,14 +305,12 @@ def _check_sincos(table: np.ndarray, model: VisionTransformer) -> None:
 
     The weights may be of another image size.
     """
-    check_array("state_dict", "pos_embed", table)
     *_, num_tokens, width = table.shape
     side = math.isqrt(max(num_tokens - model.num_prefix, 0))
-    tolerance = max(1e-5, float(jnp.finfo(table.dtype).eps))  # for half precision
     for grid in (model.grid, (side, side)):
         expected = _sincos(grid, width, model.num_prefix)
         same_shape = table.shape == expected.shape
-        if same_shape and np.allclose(np.float32(table), expected, atol=tolerance):
+        if same_shape and np.allclose(np.float32(table), expected, atol=0.01):  # half precision
             return
     raise InputError(
         "state_dict['pos_embed'] is not the sin-cos encoding of a grid: load it into a model with "

@@ -89,8 +89,7 @@ class Block(layers.StackedBlock):
             table = layers.truncated_normal(rngs.params(), (position_bias_rows, num_heads))
             self.relative_position_bias = nnx.Param(table)
         self.norm2 = layers.layer_norm(width, epsilon=epsilon, **options)
-        hidden = layers.hidden_width("mlp_ratio", mlp_ratio, width)
-        self.mlp = layers.Mlp(width, hidden, init=init, **options)
+        self.mlp = layers.Mlp(width, int(mlp_ratio * width), init=init, **options)
         if layer_scale:
             self.scale1 = nnx.Param(jnp.full((width,), layer_scale, jnp.float32))
             self.scale2 = nnx.Param(jnp.full((width,), layer_scale, jnp.float32))

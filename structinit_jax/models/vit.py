@@ -132,11 +132,7 @@ class VisionTransformer(Model):
             base_init=base_init,
             **options,
         )
-        # These are computed in every call; here they raise if the sizes do not allow them.
-        if positions == "sincos":
-            sincos_positions(self.grid, width)
-        elif positions == "rope":
-            rotary_angles(self.grid, width // num_heads)
+        self.sites()  # It raises if the sizes do not allow these positions.
         self.norm = layers.layer_norm(width, **options)
         self.head = nnx.Linear(width, num_classes, **BASE_INITS[base_init](width), rngs=rngs)
         if attention_init is not None:

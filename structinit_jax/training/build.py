@@ -136,12 +136,6 @@ def make_schedule(config: ConfigDict, num_examples: int) -> Schedule:
     interval = max(1.0, config.eval_every_epochs * steps_per_epoch)
     evaluations = range(1, int(num_steps / interval) + 1)
     eval_steps = frozenset(round(interval * number) for number in evaluations) | {num_steps}
-    # `validate` refuses this for a run of `num_epochs`.
-    if config.cooldown_epochs and config.cooldown_epochs * steps_per_epoch >= num_steps:
-        print(
-            f"note: config.num_steps={num_steps} are within config.cooldown_epochs="
-            f"{config.cooldown_epochs}: all have config.final_learning_rate"
-        )
     rates = dict(
         num_steps=num_steps,
         learning_rate=config.learning_rate,

@@ -39,12 +39,6 @@ def join(
     alone = given == (None, None, None) and not _in_cluster(os.environ)
     if alone or (num_processes == 1 and process_id in (None, 0)):
         return
-    if given != (None, None, None) and (None in given or not 0 <= process_id < num_processes):
-        raise InputError(
-            "--coordinator_address, --num_processes and --process_id must be set together, and the "
-            f"last one must be below the number of processes: they are {given}"
-        )
-
     newer = jax.__version_info__ >= (0, 8, 1)
     shutdown = {"shutdown_timeout_seconds": LOST_TIMEOUT} if newer else {}
     # If the others do not join, JAX aborts with a message that does not say so.

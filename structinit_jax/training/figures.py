@@ -9,7 +9,6 @@ import numpy as np
 from etils import epath
 from jaxtyping import Int
 from matplotlib.figure import Figure
-from PIL import Image
 
 from structinit_jax.errors import printable
 from structinit_jax.files import write_atomically
@@ -63,10 +62,6 @@ def png(figure: Figure) -> bytes:
     """Returns a figure as the content of a PNG file."""
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=150)
-    # With a palette, a figure takes half of the space, and the maps of many tokens a third.
-    image = Image.open(file).convert("RGB").quantize(method=Image.Quantize.MAXCOVERAGE)
-    file = io.BytesIO()
-    image.save(file, format="png", optimize=True)
     return file.getvalue()
 
 

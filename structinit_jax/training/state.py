@@ -129,47 +129,41 @@ def initialize_model(
         network = model.create(params_rng)
         stacks = network.initialize_attention(scheme, attention_rng)
         # Only some kinds of weights have reports and targets.
-        reported = [w for w in stacks.values() if getattr(w, "report", None) is not None]
-        reports = [w.report for w in reported]
-        solved = [w.report for w in reported if w.bias is None]  # The bias of a window is exact.
+        reports = [w.report for w in stacks.values() if getattr(w, "report", None) is not None]
         targets = {
             name: (w.filter_index, w.targets)
             for name, w in stacks.items()
             if getattr(w, "targets", None) is not None
         }
-        return split_model(network)[1:], reports, solved, targets
+        return split_model(network)[1:], reports, targets
 
     seed = np.uint32(config.seed)  # The key is made and split in `draw`, within one program.
     start = time.perf_counter()
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (model.params, model.model_state))
     replicated = sharding.replicated(model.mesh)
-    out_shardings = (shardings, replicated, replicated, replicated)
+    out_shardings = (shardings, replicated, replicated)
     traced = jax.jit(draw, out_shardings=out_shardings).trace(seed)
     # One call draws a whole array, and sharded weights need not fit one device.
     with _random_kernels(model.mesh.shape[sharding.FSDP_AXIS] == 1):
         lowered = traced.lower()
     program = lowered.compile(_options_for_one_run())
     compiled = time.perf_counter()
-    weights, reports, solved, targets = jax.block_until_ready(program(seed))
+    weights, reports, targets = jax.block_until_ready(program(seed))
     seconds = time.perf_counter() - compiled
     metrics = {"seconds": seconds, "compile_seconds": compiled - start}
     text = f"{seconds:.2f} s (plus {compiled - start:.2f} s to compile)"
     if reports:
-        report = _average(reports)
+        report = jax.tree.map(lambda *values: float(np.mean(values)), *jax.device_get(reports))
         metrics |= report._asdict()
         text += (
             f", loss {report.loss:.2e}; without image content, {100 * report.target_mass:.1f} % of "
             f"the attention on target, {100 * report.hit_rate:.0f} % of the rows peak on target"
         )
-    if solved and (warning := reach_warning(_average(solved))):
-        text += f"\nwarning: {warning}"
+        if warning := reach_warning(report):
+            text += f"\nwarning: {warning}"
     print(f"attention_init {config.attention_init.name}: {text}", flush=True)
     metrics = {f"init/{name}": value for name, value in metrics.items()}
     return InitialModel(weights, metrics, targets)
-
-
-def _average(reports):
-    return jax.tree.map(lambda *values: float(np.mean(values)), *jax.device_get(reports))
 
 
 def initialize_from_file(

@@ -147,8 +147,6 @@ def train(
         progress = Progress(start_step, schedule, config.batch_size)
         trace = StepTrace(workdir, profile_step and start_step + profile_step)
         on_exit.callback(trace.close)
-        if profile_step and start_step + profile_step > schedule.num_steps:
-            print(f"note: profile_step={profile_step} is beyond the last step: no step is traced")
         trace.after(start_step, state)
         # The seed is on the devices, since the loop transfers nothing implicitly.
         seed = jax.device_put(np.uint32(config.seed), sharding.replicated(mesh))
