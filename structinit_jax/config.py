@@ -282,7 +282,9 @@ def load_config(location: str | Path) -> ConfigDict:
         f"a Python file, from {Path.cwd()} or by its whole path; for that of a run, pass --workdir"
     )
     require("config", path, needs, path.endswith(".py") and Path(path).is_file())
-    get_config = runpy.run_path(path)["get_config"]
+    get_config = runpy.run_path(path).get("get_config")
+    needs = "a function that returns base_config() with changes"
+    require(f"config={path}: get_config", get_config, needs, callable)
     signature = inspect.signature(get_config)
     try:
         words = signature.bind(*row.split(",") if row else ()).arguments

@@ -5,6 +5,7 @@ Data sets that `data.datasets` lists need not be present.
 
 import os
 import re
+from pathlib import Path
 
 import jax
 from etils import epy
@@ -15,7 +16,7 @@ from structinit_jax import config as config_lib
 from structinit_jax.data.datasets import CATALOG, open_dataset
 from structinit_jax.data.folder import title
 from structinit_jax.data.source import check_classes, split_size
-from structinit_jax.errors import InputError, prefixed
+from structinit_jax.errors import InputError, prefixed, require
 from structinit_jax.training import build, sharding
 from structinit_jax.training.build import mib
 from structinit_jax.training.state import abstract_state
@@ -69,6 +70,9 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     more memory than a device has.
     """
     config_lib.validate(config)
+    needs = "an existing safetensors file"
+    if path := config.start_from:
+        require("config.start_from", path, needs, lambda x: Path(x).expanduser().is_file())
     scheme = ", ".join(f"{name}={value}" for name, value in config.attention_init.items())
     devices = find_target(target) if target else jax.devices()
     memory = MEMORY.get(devices[0].device_kind) if target else build.memory_limit()

@@ -20,12 +20,16 @@ import inspect
 import math
 import os
 import re
+import sys
 import types
 import typing
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
+
+_SKIPPED_MODULES = ("structinit_jax.", "flax.", "jaxtyping.")
 
 # -- errors ----------------------------------------------------------------------------------------
 
@@ -70,6 +74,19 @@ class StoppedError(RuntimeError):
     def __init__(self, message: str, exit_code: int):
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def warn(message: str) -> None:
+    """Warns at the user's line: the first caller outside this package, Flax and jaxtyping.
+
+    Flax constructs our modules, and jaxtyping checks our functions if a user asks it to.
+    """
+    frame = sys._getframe(1)
+    level = 2
+    while frame and frame.f_globals.get("__name__", "").startswith(_SKIPPED_MODULES):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, stacklevel=level)
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
@@ -220,9 +237,11 @@ def find(name: str, known: Mapping[str, Any], field: str) -> Any:
         raise InputError(f"{field}={name!r} is unknown: {suggest(name, known)}")
     module_name, _, attribute = name.partition(":")
     try:
-        return getattr(importlib.import_module(module_name), attribute)
+        found = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise InputError(
             f"{field}={name!r} cannot be imported ({error}): the module must be in the "
             f"working directory, {os.getcwd()}, or on PYTHONPATH"
         ) from error
+    require(field, name, "the name of a function or class", callable(found))
+    return found

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import structinit_jax as si
 from structinit_jax.attention_init import absolute, solve
@@ -145,9 +146,14 @@ def test_given_filters_and_dilated_impulses_are_approached():
 def test_a_target_mass_out_of_reach_warns():
     site = si.AttentionSite((8, 8), 96, 6, 16, 1, 16**-0.5, si.sincos_positions((8, 8), 96))
     scheme = si.impulse(filters=np.eye(3)[None], target_mass=0.5)
-    with pytest.warns(UserWarning, match=r"less than target_mass=0\.5"):
+    sizes = dict(image_size=8, patch_size=1, channels=1, width=96, depth=1, num_heads=6)
+    with pytest.warns(UserWarning, match=r"less than target_mass=0\.5") as caught:
         report = scheme(RNG, site).report
     assert report.target_mass < 0.95 * report.wanted_mass
+    assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match=r"less than target_mass=0\.5") as caught:
+        si.VisionTransformer(**sizes, attention_init=scheme, rngs=nnx.Rngs(0))
+    assert caught[0].filename == __file__
 
 
 def test_equal_filters_have_equal_maps_and_independent_weights(plain):

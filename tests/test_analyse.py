@@ -71,6 +71,9 @@ def test_images_are_a_fixed_part_of_the_training_split():
     assert collect._start_name(config) == "selected weights"
     with pytest.raises(InputError, match=r"name='mixer'"):
         collect.observe_start(make_config("mixer"), images)
+    config.data.train_split = "train[:5]"
+    with pytest.raises(InputError, match=r"number of images=5 must be"):
+        collect.read_images(config, NUM_IMAGES)
 
 
 def test_a_vit_is_averaged_over_images_without_its_extra_tokens():

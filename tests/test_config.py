@@ -195,6 +195,9 @@ def test_the_row_after_the_colon_gives_the_arguments_of_get_config(tmp_path):
     (folder / "f.py").write_text("def get_config(): ...")
     with pytest.raises(InputError, match="takes no row"):
         config_lib.load_config(f"{folder}/f.py:stl10")
+    (folder / "e.py").touch()
+    with pytest.raises(InputError, match="get_config=None"):
+        config_lib.load_config(folder / "e.py")
     with pytest.raises(InputError, match=r"get_config\(\)=None"):
         config_lib.load_config(folder / "f.py")
     file.write_text(FILE.replace(': Literal["cifar10", "stl10"]', ""))

@@ -35,6 +35,12 @@ def test_mistakes_are_found_without_data(tiny_config):
             dry_run(tiny_config)
 
 
+def test_weights_of_a_file_must_be_there(tiny_config, tmp_path):
+    tiny_config.start_from = str(tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"^config\.start_from='.*model\.safetensors'"):
+        dry_run(tiny_config)
+
+
 # -- accelerators that are not there ---------------------------------------------------------------
 
 

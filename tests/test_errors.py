@@ -58,6 +58,8 @@ def test_references_name_a_module_and_an_attribute():
     for name in ("cifar10", "digits:9.9.9", "a b:c", ":c", "a:"):
         assert not errors.is_reference(name)
     assert errors.find("known", {"known": 3}, "loss") == 3
+    with pytest.raises(InputError, match=r"^loss='math:pi'"):
+        errors.find("math:pi", {}, "loss")
     assert errors.find("math:sqrt", {"known": 3}, "loss") is math.sqrt
     for name in ("no_such_module:f", "math:no_such_name", "knwon"):
         with pytest.raises(InputError, match=rf"^loss='{name}'"):

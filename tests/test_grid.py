@@ -160,6 +160,9 @@ def test_other_images_of_the_same_names_are_refused(start, monkeypatch):
         for scheme in ("default", "mimetic"):
             with pytest.raises(InputError, match=rf"classes of digits {split}\["):
                 start([scheme], [1], axes=axes)
+    digest_of("21", "21")  # as if the folders had changed places
+    with pytest.raises(InputError, match="classes of digits"):
+        start(["default"], [1], axes=axes)
 
 
 def test_a_run_that_was_killed_before_its_last_checkpoint_is_not_done(start, tmp_path):

@@ -82,6 +82,9 @@ REFUSED = {  # what the message says, and the parameters
     r"\.qkv\.weight .*not supported": lambda: changed(blocks__1__attn__qkv__weight=WIDE),
     "^grid: patch_embed": lambda: changed(patch_embed__proj__weight=SEQUENCE_PATCHES),
     r"^grid: time_token": lambda: changed(time_token=np.ones((1, 4, WIDTH), np.float32)),
+    r"attn\.proj\.bias has dtype int8": lambda: changed(
+        blocks__1__attn__proj__bias=np.zeros(WIDTH, np.int8)
+    ),
     r"hold no attention layers .* blocks\.1\.attn\.proj": lambda: without("blocks.1.attn.qkv"),
     r"hold no attention layers [^:]*, only fc\.weight": lambda: shapes(fc=(8, 4)),
     "several stages is not supported": stages,
@@ -145,8 +148,9 @@ def test_rotary_positions_beside_a_table_are_reported():
 @pytest.mark.parametrize("name", ["ls1.gamma", "gamma_1", "layer_scale1.lambda1", "scale1"])
 def test_a_layer_scale_that_hides_values_is_reported(name):
     params = state_dict("timm") | {f"blocks.0.{name}": 1e-5 * ONES}
-    with pytest.warns(UserWarning, match=rf"blocks\.0\.{name} .* LayerScale"):
+    with pytest.warns(UserWarning, match=rf"blocks\.0\.{name} .* LayerScale") as caught:
         interop.initialize(params, normal_scheme, RNG, num_heads=HEADS)
+    assert caught[0].filename == __file__
 
 
 def test_weights_and_schemes_that_do_not_fit_are_refused():

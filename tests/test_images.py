@@ -92,6 +92,21 @@ def test_exif_of_an_image_that_pillow_finds_too_large(photo, monkeypatch):
     assert StoredImage(content, 3, "large").size == photo.size  # width first
 
 
+def test_unknown_formats_are_named_without_an_address():
+    with pytest.raises(BadImageError, match=r"^note: cannot be decoded \(unknown format\)\. "):
+        StoredImage(b"hello", 3, "note").decode()
+
+
+def test_exif_is_found_after_segments_that_look_like_others(photo):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    content = encoded(photo, "JPEG", exif=exif)
+    # Padding before a comment, which holds the marker of a scan and the name of Exif data.
+    comment = b"\xff\xff\xfe\0\x10\xff\xda\xff\xe1Exif\0\0\0\0\0\0"
+    image = StoredImage(content[:2] + comment + content[2:], 3, "photo")
+    assert image.size == photo.size  # width first
+
+
 def test_damaged_exif_is_passed_over(photo):
     damaged = encoded(photo, "JPEG", exif=b"Exif\0\0 is none")
     right = Image.open(io.BytesIO(encoded(photo, "JPEG")))

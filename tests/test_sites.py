@@ -45,6 +45,7 @@ def test_sites_of_the_users_own_take_weights_of_their_own():
         ("head_dim", 5),
         ("angles", np.zeros((1, 3, 6, 2))),
         ("angles", np.zeros((1, 1, 7, 2))),
+        ("angles", np.full((1, 1, 6, 2), np.nan)),
     ],
 )
 def test_rotary_sites_that_no_scheme_can_serve_are_refused(field, value):

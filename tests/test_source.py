@@ -95,7 +95,7 @@ def test_images_are_files_bytes_or_pixels(tmp_path):
         source[0][0].decode()
 
 
-@pytest.mark.parametrize("label", [2, -1])
+@pytest.mark.parametrize("label", [2, -1, "a", 0.5])
 def test_labels_that_are_no_classes_are_named(label):
     records = [{"image": PIXELS, "label": label} for label in (np.int64(1), label)]
     source = Dataset.from_records("mine", {"train": records}, ["a", "b"]).split("train")

@@ -29,7 +29,6 @@ from __future__ import annotations  # so that signatures show the names of check
 
 import dataclasses
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -66,6 +65,7 @@ from structinit_jax.errors import (
     PositiveInt,
     check_fields,
     require,
+    warn,
 )
 
 
@@ -353,5 +353,5 @@ class _Scheme:
             weights = function(rng, site)
         report = getattr(weights, "report", None)
         if report and is_concrete(report.hit_rate) and (message := reach_warning(report)):
-            warnings.warn(message, stacklevel=2)
+            warn(message)
         return weights

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init import draws, solve
-from structinit_jax.attention_init.sites import AttentionWeights, RotarySite, SolveReport
+from structinit_jax.attention_init.sites import GRID, AttentionWeights, RotarySite, SolveReport
 from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps
 from structinit_jax.errors import is_count, require
 
@@ -42,6 +42,7 @@ def rotary_angles(
         "the width or the number of heads"
     )
     require("head_dim", head_dim, needs, lambda d: is_count(d) and d % 4 == 0)
+    require("grid", grid, *GRID)
     quarter = head_dim // 4
     frequencies = temperature ** -(np.arange(quarter) / quarter)
     y, x = np.divmod(np.arange(grid[0] * grid[1])[:, None], grid[1])

@@ -144,13 +144,15 @@ class RotarySite(AttentionStack):
             require(f"RotarySite.{field}", getattr(self, field), "even", lambda d: d % 2 == 0)
         whole = (self.num_layers, self.num_heads, self.num_tokens, self.head_dim // 2)
         needs = (
-            f"of shape [L, h, N, d / 2] = {whole}, with 1 in place of L or h if these share it: "
-            "leave out class and register tokens"
+            f"finite and of shape [L, h, N, d / 2] = {whole}, with 1 in place of L or h if these "
+            "share it: leave out class and register tokens"
         )
 
         def fits(angles):
             shape = np.shape(angles)
-            return shape[2:] == whole[2:] and np.broadcast_shapes(shape, whole) == whole
+            if shape[2:] != whole[2:] or np.broadcast_shapes(shape, whole) != whole:
+                return False
+            return not is_concrete(angles) or np.isfinite(np.asarray(angles)).all()
 
         require("RotarySite.angles", self.angles, needs, fits)
 
@@ -314,6 +316,7 @@ def sincos_positions(
         "and a scheme that keeps them, such as 'default' or mimetic(replace_positions=False)"
     )
     require("width", width, needs, lambda d: is_count(d, 8) and d % 4 == 0)
+    require("grid", grid, *GRID)
     conventions = ("timm", "big_vision")
     require("convention", convention, f"one of {conventions}", conventions.__contains__)
     quarter = width // 4

@@ -16,6 +16,7 @@ from jaxtyping import Float, PRNGKeyArray
 from structinit_jax.attention_init import draws
 from structinit_jax.attention_init.sites import AttentionWeights, WindowSite
 from structinit_jax.attention_init.targets import FilterArray, assign, filter_kernels, kernel_maps
+from structinit_jax.errors import require
 
 BISECTIONS = 50  # They suffice for the precision of float64.
 
@@ -41,6 +42,8 @@ def impulse(
     """
     kernels = filter_kernels(site.grid, kernel_size, filters, dilation)
     kernels = kernels[kernels.any(axis=(1, 2))]
+    needs = f"smaller than the window of {site.grid} tokens: all lead off it from every token"
+    require("filters", filters, needs, len(kernels) > 0)
     table = bias_of_kernels(kernels, site.grid, target_mass)
     weights = _draw_weights(rng, table, sizes=site.sizes)
     return weights._replace(targets=kernel_maps(kernels, site.grid))

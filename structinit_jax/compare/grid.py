@@ -14,7 +14,7 @@ import jax
 import optax
 from ml_collections import ConfigDict
 
-from structinit_jax import __version__, files
+from structinit_jax import __version__, command_line, files
 from structinit_jax.compare import report
 from structinit_jax.compare.settings import find_baselines
 from structinit_jax.data.source import digest
@@ -56,8 +56,9 @@ def run_grid(
     Raises:
       InputError: A setting cannot be trained, or the workdir holds a comparison that disagrees, or
         runs that its `compare.json` does not list.
-      StoppedError: A signal stopped the runs.
+      StoppedError: A signal stopped the runs, or the disk is full.
     """
+    command_line.use_compilation_cache()  # through which runs share programs
     workdir = workdir_lib.prepare_workdir(workdir)
     rows = rows or {
         name: {"baseline": baseline, "published": "", "note": ""}
@@ -67,15 +68,16 @@ def run_grid(
     for name, config in settings.items():
         row = {column: rows[name][column] for column in ("baseline", "published", "note")}
         new[name] = describe_setting(name, config) | row | {"seeds": list(seeds)}
-    with workdir_lib.lock_workdir(workdir):
-        info = _merge(workdir, new, settings)
-        machines = dict.fromkeys([*info["machine"].split("\n\n"), _describe_machine()])
-        info["machine"] = "\n\n".join(filter(None, machines))
-        files.write_atomically(workdir / report.GRID, json.dumps(info, indent=1) + "\n")
-    try:
-        return _train_all(workdir, info, settings, seeds)
-    finally:
-        report.write_report(workdir)
+    with files.report_full_disk(workdir):
+        with workdir_lib.lock_workdir(workdir):
+            info = _merge(workdir, new, settings)
+            machines = dict.fromkeys([*info["machine"].split("\n\n"), _describe_machine()])
+            info["machine"] = "\n\n".join(filter(None, machines))
+            files.write_atomically(workdir / report.GRID, json.dumps(info, indent=1) + "\n")
+        try:
+            return _train_all(workdir, info, settings, seeds)
+        finally:
+            report.write_report(workdir)
 
 
 def describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
@@ -108,7 +110,9 @@ def _merge(workdir, new, settings):
         info = files.read_json(workdir / report.GRID)
     old = info["settings"]
     for name, facts in new.items():
+        earlier = old.values()
         if name in old:
+            earlier = [old[name]]  # others may read folders of the same name at other places
             place = f"the setting {name} in {workdir}"
             workdir_lib.check_config(old[name]["config"], settings[name], _matters, place)
             facts["seeds"] = sorted({*old[name]["seeds"], *facts["seeds"]})
@@ -118,8 +122,7 @@ def _merge(workdir, new, settings):
                 "away, or use another --workdir"
             )
         for data, new_digest in facts["data"].items():
-            # Settings may read folders of the same name at several places.
-            digests = [each["data"][data] for each in old.values() if data in each["data"]]
+            digests = [each["data"][data] for each in earlier if data in each["data"]]
             if digests and new_digest not in digests:
                 raise InputError(
                     f"--workdir={workdir} holds results for other images, labels or classes of "

@@ -138,7 +138,7 @@ def _table(rows: list[list[str]]) -> str:
 def _summary(info, runs) -> list[list[str]]:
     """Returns a header, and a row for each setting."""
     published = {name: facts["published"] for name, facts in info["settings"].items()}
-    baselines = {name: facts["baseline"] for name, facts in info["settings"].items()}
+    baselines = {name: facts.get("baseline") for name, facts in info["settings"].items()}
     rows = [["setting", "seeds", _metric(runs), "difference to the baseline (95 %)"]]
     for setting, group in runs.items():
         percent = [100 * accuracy for accuracy in _accuracies(group).values()]
@@ -205,7 +205,7 @@ def csv_of(runs: Runs) -> str:
         for run in group:
             last = max(run.curve, default=0)
             measured = [run.status, run.epoch(last), run.curve.get(last)]
-            facts = [run.facts["baseline"], run.facts["published"]]
+            facts = [run.facts.get("baseline"), run.facts["published"]]
             rows.append([setting, run.seed, *measured, *facts, run.error])
     return csv_text(header, rows)
 

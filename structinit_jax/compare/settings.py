@@ -49,7 +49,9 @@ def expand(
             # The name has the parsed values, so that 1e-3 and 0.001 give the same one.
             parts = [scheme, *(f"{field}={attrgetter(field)(point)}" for field in own)]
             name = ",".join(re.sub(r"[^\w.=+-]", "_", part.replace(" ", "")) for part in parts)
-            settings[name] = point.lock()
+            same = settings.setdefault(name, point.lock())
+            if same.to_dict() != point.to_dict():
+                raise InputError(f"--grid: two settings would have the name {name!r}")
     return settings
 
 
@@ -95,10 +97,11 @@ def read_table(table: str, words: Iterable[str] = ()) -> dict[str, dict[str, str
     if not rows:
         tables = dict.fromkeys(row["table"] for row in every)
         raise InputError(f"--table={table} is not in {PAPERS}: {suggest(table, tables)}")
-    found = {name: row for name, row in rows.items() if {*words} <= {*name.split(",")}}
     known = dict.fromkeys(word for name in rows for word in name.split(","))
-    needs = f"words of one row of table {table}, of {', '.join(known)}"
-    require("--rows", ",".join(words), needs, found)
+    for word in words:
+        require("--rows", word, f"in table {table}: {suggest(word, known)}", word in known)
+    found = {name: row for name, row in rows.items() if {*words} <= {*name.split(",")}}
+    require("--rows", ",".join(words), f"words of one row of table {table}", found)
     return found
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import simplejpeg
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from structinit_jax import rngs
 from structinit_jax.errors import InputError, require
@@ -30,8 +30,7 @@ except ImportError:  # there is no wheel for this platform, for example ARM Linu
 
 PIL_MODES = {1: "L", 3: "RGB"}  # by the number of channels
 JPEG_MODES = {"Gray": "GRAY", "YCbCr": "RGB", "RGB": "RGB"}  # by the color space; CMYK is Pillow's
-EXIF = b"Exif\0\0"
-START_OF_SCAN = b"\xff\xda"
+START_OF_SCAN = 0xDA  # marker of a JPEG
 TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
 
 RATIO = (3 / 4, 4 / 3)  # smallest and largest width / height of random boxes, as in timm
@@ -176,7 +175,9 @@ class StoredImage:
         try:
             return _decode_with_pillow(data, self._channels)
         except Exception as error:  # each format's decoder has errors of its own
-            raise BadImageError(f"{self.name}: cannot be decoded ({error})") from error
+            # The text of this one contains a memory address.
+            reason = "unknown format" if isinstance(error, UnidentifiedImageError) else error
+            raise BadImageError(f"{self.name}: cannot be decoded ({reason})") from error
 
 
 def _decode_with_pillow(data, channels):
@@ -205,11 +206,15 @@ def _from_pillow(image, channels):
 
 
 def _read_exif(jpeg):
-    """Reads the Exif data of a JPEG, which are before its first scan."""
+    """Reads the Exif data of a JPEG, a segment before its first scan."""
     tags = Image.Exif()
-    start = jpeg.find(EXIF, 0, jpeg.find(START_OF_SCAN))
-    if start >= 0:
-        tags.load(jpeg[start:])
+    at = 2
+    while jpeg[at + 1] != START_OF_SCAN:
+        # 255 again is padding.
+        end = at + 1 if jpeg[at + 1] == 255 else at + 2 + int.from_bytes(jpeg[at + 2 : at + 4])
+        if jpeg[at + 4 : at + 10] == b"Exif\0\0":
+            tags.load(jpeg[at + 4 : end])
+        at = end
     return tags
 
 

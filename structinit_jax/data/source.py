@@ -131,10 +131,14 @@ class ImageSource:
             for place, record in zip(wanted, records, strict=True):
                 name = f"{self.name}, example {place}"
                 stored = record["image"]
+                label = record["label"]
                 if isinstance(stored, str | os.PathLike):
                     name += f" ({os.fspath(stored)})"
-                image = StoredImage(stored, self.info.channels, name)
-                yield image, operator.index(record["label"])
+                try:
+                    label = operator.index(label)
+                except TypeError as error:
+                    raise InputError(f"{name}: label {label!r} is not a whole number") from error
+                yield StoredImage(stored, self.info.channels, name), label
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations  # so that signatures show the names of checked types
 
 import math
-import warnings
 from typing import Any
 
 import jax
@@ -26,11 +25,12 @@ from structinit_jax.attention_init.sites import (
     check_shape,
     check_weights,
 )
-from structinit_jax.errors import InputError, check_scheme, require
+from structinit_jax.errors import InputError, check_scheme, require, warn
 from structinit_jax.interop.host import Host, find_hosts, square
 from structinit_jax.interop.layouts import (
     Leaves,
     as_array,
+    check_array,
     flatten,
     like,
     replace_rows,
@@ -103,6 +103,7 @@ def initialize(
         weights = attention_init(site_rng, site)
         check_weights(weights, site)
         for name, new in _write(host, weights, site.grid).items():
+            check_array(name, leaves[name])
             leaves[name] = like(new, leaves[name])
     return rebuild(leaves)
 
@@ -116,11 +117,10 @@ def _find_site(
     """Returns the site of a model's attention layers; for arguments and errors see `initialize`."""
     host.require_assumptions()
     if scale := host.layer_scale():
-        warnings.warn(
+        warn(
             f"params: {scale} makes the attention's output so small that the scheme's values and "
             "projections hardly matter: build the model without LayerScale (in timm, "
-            "init_values=None), unless only the maps matter",
-            stacklevel=3,
+            "init_values=None), unless only the maps matter"
         )
     if host.bias_tables:
         return WindowSite(grid=_find_window(host, grid), **host.sizes())
@@ -140,10 +140,9 @@ def _find_site(
             raise InputError(
                 f"params: {rotary} rotates queries and keys: pass rotations={ROTATIONS}"
             )
-        warnings.warn(
+        warn(
             f"params: {rotary} rotates queries and keys, which moves the scheme's maps: measure "
-            "them",
-            stacklevel=3,
+            "them"
         )
     if positions is not None:
         needs = (

@@ -37,6 +37,14 @@ def as_array(leaf: Any) -> Any:
     return (leaf.float() if leaf.is_floating_point() and leaf.itemsize < 4 else leaf).numpy()
 
 
+def check_array(name: str, leaf: Any) -> None:
+    """Raises `InputError` for anything but a NumPy or JAX array of floats."""
+    is_array = isinstance(leaf, np.ndarray | jax.Array)
+    if not is_array or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        kind = f"has dtype {leaf.dtype}" if is_array else f"is of {type(leaf)}"
+        raise InputError(f"params: {name} {kind}, but must be a NumPy or JAX array of floats")
+
+
 def like(new: Any, old: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
     """Converts new values to the array kind (NumPy or JAX), dtype and sharding of the old ones."""
     if isinstance(old, np.ndarray) and not isinstance(new, jax.core.Tracer):

@@ -35,16 +35,21 @@ def torch_maps(model: Any, images: Any) -> list[Float[np.ndarray, "B h T T"]]:
 
     class Recorder(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **kwargs or {})
+            kwargs = kwargs or {}
+            with self:  # in inference mode, operations that contain a softmax arrive whole
+                out = function.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+            out = function(*args, **kwargs)
             is_softmax = "softmax" in function.__name__ and out.ndim > 2
             if is_softmax and out.shape[-1] == out.shape[-2] > 1:
                 maps = out if out.ndim == 4 else out.reshape(len(images), -1, *out.shape[-2:])
                 found.append(maps.float().cpu().numpy())
             return out
 
-    torch.backends.mha.set_fastpath_enabled(False)  # It fuses the softmax, as inference mode does.
+    torch.backends.mha.set_fastpath_enabled(False)  # It fuses the softmax.
     try:
-        with torch.inference_mode(False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), Recorder():
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), Recorder():
             model.eval()(images)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)

@@ -132,7 +132,7 @@ class VisionTransformer(Model):
             base_init=base_init,
             **options,
         )
-        self.sites()  # It raises if the sizes do not allow these positions.
+        VisionTransformer.sites(self)  # It raises if the sizes do not allow these positions.
         self.norm = layers.layer_norm(width, **options)
         self.head = nnx.Linear(width, num_classes, **BASE_INITS[base_init](width), rngs=rngs)
         if attention_init is not None:
