@@ -279,7 +279,8 @@ def load_config(location: str | Path) -> ConfigDict:
     stem, suffix, row = str(location).partition(".py:")
     path = str(Path(stem + suffix.removesuffix(":")).expanduser())
     needs = (
-        f"a Python file, from {Path.cwd()} or by its whole path; for that of a run, pass --workdir"
+        f"an existing Python file, from {Path.cwd()} or by its whole path; for that of a run, "
+        "pass --workdir"
     )
     require("config", path, needs, path.endswith(".py") and Path(path).is_file())
     get_config = runpy.run_path(path).get("get_config")

@@ -190,7 +190,7 @@ def test_the_row_after_the_colon_gives_the_arguments_of_get_config(tmp_path):
     for row in ("mnist", "stl10,7", "stl10,6,1"):
         with pytest.raises(InputError, match=f":{row}"):
             config_lib.load_config(f"{file}:{row}")
-    with pytest.raises(InputError, match=r"d\.py' must be a Python file"):
+    with pytest.raises(InputError, match=r"d\.py' must be an existing Python file"):
         config_lib.load_config(folder / "d.py")
     (folder / "f.py").write_text("def get_config(): ...")
     with pytest.raises(InputError, match="takes no row"):

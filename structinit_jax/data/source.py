@@ -209,8 +209,8 @@ def parse_split(spec: str, info: DatasetInfo) -> list[tuple[str, range]]:
     def problem(reason):
         splits = ", ".join(f"{split!r} ({n:,})" for split, n in info.num_examples.items())
         return InputError(
-            f"split={spec!r}: {reason}. The splits are {splits}; a part of one is written"
-            " like 'train[:100]' or 'train[90%:]', and a sum like 'train+test'."
+            f"split={spec!r}: {reason}. The splits are {splits}; parts of one are written"
+            " like 'train[:90%]' and 'train[90%:]', and a sum like 'train+test'."
         )
 
     def position(text, size, default):
@@ -253,8 +253,8 @@ def count_common(first: str, second: str, info: DatasetInfo) -> int:
 def check_classes(info: DatasetInfo, num_classes: int) -> None:
     """Raises an `InputError` if a model's outputs do not fit the data set."""
     needs = (
-        f"{info.num_classes}, the number of classes in the data set; to evaluate a folder, give it"
-        " a subfolder for each class, which may be empty"
+        f"{info.num_classes}, the number of classes in the data set (a folder with fewer classes is"
+        " evaluated with empty subfolders for the others)"
     )
     require("num_classes", num_classes, needs, lambda x: x == info.num_classes)
 
