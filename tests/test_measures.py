@@ -42,6 +42,6 @@ def test_entropy_is_that_of_scipy():
 def test_a_soft_target_is_overlapped():
     target = jnp.asarray([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0], [0.25, 0.5, 0.25]])
     maps = jnp.asarray([[0.8, 0.2, 0.0], [1.0, 0.0, 0.0], [0.4, 0.3, 0.3]])
-    found = measures.measure_against_targets(maps[None], target)
-    np.testing.assert_allclose(found["target_mass"], (0.7 + 0.8) / 2, rtol=1e-6)
-    np.testing.assert_allclose(found["hit_rate"], 1 / 2)  # of the two rows that have a target
+    found = measures.measure_against_targets(jnp.stack([maps, target]), target)
+    np.testing.assert_allclose(found["target_mass"], ((0.7 + 0.8) / 2 + 1) / 2, rtol=1e-6)
+    np.testing.assert_allclose(found["hit_rate"], (1 / 2 + 1) / 2)  # two rows have a target
