@@ -141,7 +141,7 @@ class Classifier:
         records = [{"image": file, "label": 0} for file in paths]
         data = self.config.data
         names = self.class_names
-        dataset = Dataset.from_records("files", {"files": records}, names, data.channels)
+        dataset = Dataset.from_records("argument", {"files": records}, names, data.channels)
         source = dataset.split("files")
         loader = HostLoader(source, self._mesh, CenterCrop(data.image_size, data.crop_fraction))
         size = 2 ** (len(paths) - 1).bit_length()  # few sizes, since each has a program of its own
