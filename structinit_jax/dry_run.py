@@ -70,8 +70,8 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     more memory than a device has.
     """
     config_lib.validate(config)
-    needs = "an existing safetensors file"
     if path := config.start_from:
+        needs = "an existing safetensors file"
         require("config.start_from", path, needs, lambda x: Path(x).expanduser().is_file())
     scheme = ", ".join(f"{name}={value}" for name, value in config.attention_init.items())
     devices = find_target(target) if target else jax.devices()
