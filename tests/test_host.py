@@ -153,6 +153,12 @@ def test_a_layer_scale_that_hides_values_is_reported(name):
     assert caught[0].filename == __file__
 
 
+def test_norms_that_may_be_rms_norms_are_reported():
+    params = {k: v for k, v in state_dict("timm").items() if not k.endswith("norm1.bias")}
+    with pytest.warns(UserWarning, match=r"blocks\.0\.norm1 has no bias: if it is an RMSNorm"):
+        interop.initialize(params, normal_scheme, RNG, num_heads=HEADS)
+
+
 def test_weights_and_schemes_that_do_not_fit_are_refused():
     weights = read(state_dict("timm"), num_heads=HEADS)
     for name, array in (

@@ -35,6 +35,7 @@ def to_numpy(leaf):
     return np.array(leaf)
 
 
+@pytest.mark.filterwarnings("ignore:.* if it is an RMSNorm")
 @pytest.mark.parametrize("name", MODELS)
 def test_write_then_read_returns_the_weights_and_changes_nothing_else(name):
     params = MODELS[name]()

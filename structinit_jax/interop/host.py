@@ -165,9 +165,8 @@ class Host:
             known |= {f"{attention}.{letter}_bias" for letter in "qkv"}
         inside = tuple(f"{a}." if a else "" for a in self.stack.attentions)
         for name, array in self._floats().items():
-            module, _, leaf = name.rpartition(".")
-            blocks = [block for block in self.stack.blocks if name.startswith(block)]
-            if blocks and _NORMS.fullmatch(module.removeprefix(blocks[0])):
+            if self._is_norm(name):
+                leaf = name.rpartition(".")[2]
                 start = {"weight": 1, "scale": 1, "gamma": 1, "bias": 0, "beta": 0}.get(leaf)
                 if start is not None and is_concrete(array) and np.any(np.asarray(array) != start):
                     raise InputError(
@@ -181,6 +180,15 @@ class Host:
                         f"params: {name} may change the attention maps, which no scheme could then "
                         "set: build the model without it"
                     )
+
+    def norm_without_bias(self) -> str | None:
+        """Returns the name of a norm that has no bias, like an RMSNorm, or None."""
+        biases = {"weight": "bias", "scale": "bias", "gamma": "beta"}
+        for name in filter(self._is_norm, self._floats()):
+            module, _, leaf = name.rpartition(".")
+            if leaf in biases and f"{module}.{biases[leaf]}" not in self.leaves:
+                return module
+        return None
 
     def rotary_positions(self) -> str | None:
         """Returns the name of a parameter of rotary positions, or None if no name shows them."""
@@ -279,6 +287,12 @@ class Host:
             for name, leaf in self.leaves.items()
             if isinstance(leaf, np.ndarray | jax.Array) and jnp.issubdtype(leaf.dtype, np.floating)
         }
+
+    def _is_norm(self, name: str) -> bool:
+        """Whether an array belongs to a norm before the attention or the MLP of a block."""
+        module = name.rpartition(".")[0]
+        block = next(filter(name.startswith, self.stack.blocks), None)
+        return block is not None and _NORMS.fullmatch(module.removeprefix(block)) is not None
 
     def _names(self, pattern: str) -> Iterator[str]:
         """Yields the names below the model's stem that match a pattern."""

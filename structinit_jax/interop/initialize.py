@@ -144,6 +144,11 @@ def _find_site(
             f"params: {rotary} rotates queries and keys, which moves the scheme's maps: measure "
             "them"
         )
+    if norm := host.norm_without_bias():
+        warn(
+            f"params: {norm} has no bias: if it is an RMSNorm, which keeps the mean, the maps are "
+            "weaker than the scheme's: measure them"
+        )
     if positions is not None:
         needs = (
             f"of shape [N, {host.width}] for the N image tokens with grid={grid}: leave out class "
