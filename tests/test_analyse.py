@@ -1,5 +1,6 @@
 import json
 import os
+import types
 
 import fork_main
 import jax
@@ -10,7 +11,7 @@ from flax import nnx
 from matplotlib.figure import Figure
 from PIL import Image
 
-from structinit_jax import analyse
+from structinit_jax import analyse, command_line
 from structinit_jax.analysis import collect, figures, measures
 from structinit_jax.attention_init.targets import filter_maps
 from structinit_jax.augment import normalize
@@ -61,6 +62,9 @@ def test_images_are_a_fixed_part_of_the_training_split():
     config = make_config("vit")
     images = collect.read_images(config, NUM_IMAGES)
     assert images.shape == (NUM_IMAGES, 8, 8, 1)
+    source = build.open_split(config, build.open_data(config), "train_split")
+    ((last, _),) = source.read([len(source) - 1])  # they are spread over the split
+    np.testing.assert_array_equal(images[-1], collect.CenterCrop(8, 1.0)(last))
     np.testing.assert_array_equal(images, collect.read_images(config, NUM_IMAGES + 7))
     config.seed = 1
     np.testing.assert_array_equal(images, collect.read_images(config, NUM_IMAGES))
@@ -146,6 +150,9 @@ def test_maps_their_corners_and_kernels_are_drawn_as_they_are(tmp_path, monkeypa
     figures.draw_maps({"$x_{$": maps}, (4, 5), title, tmp_path / "maps.png")
     images = drawn[0].axes[0].images
     assert {image.get_clim() for image in images} == {(0, 1)}
+    _, _, bottom, top = images[0].get_extent()
+    low, high = drawn[0].axes[0].get_ylim()
+    assert (bottom - top) * (low - high) > 0  # the first query is at the top
     drawn = [image.get_array() for image in images]
     assert len(drawn) == 3 * 2 + 6
     for head in range(3):
@@ -176,6 +183,18 @@ def test_measures_are_drawn_by_layer(tmp_path, monkeypatch):
     assert lines[1] == [(2, 0.5), (2, 0.5)]
 
 
+def test_a_run_is_not_compared_with_the_start_of_another(
+    run_config, finished_run, tmp_path, monkeypatch
+):
+    flags = dict(workdir=finished_run.workdir, schemes=[], num_images=8, step=None)
+    monkeypatch.setattr(analyse, "FLAGS", types.SimpleNamespace(**flags))
+    monkeypatch.setattr(command_line, "read_config", lambda overrides: run_config)
+    monkeypatch.setattr(command_line, "out_folder", lambda default: tmp_path)
+    run_config.seed = 9
+    with pytest.raises(InputError, match=r"\n  seed: 0 -> 9\n"):
+        analyse.main([])
+
+
 def test_the_command_compares_a_run_with_its_start(finished_run, tmp_path):
     out = tmp_path / "out"
     arguments = (f"--workdir={finished_run.workdir}", f"--out={out}", "--num_images=8")
@@ -185,9 +204,9 @@ def test_the_command_compares_a_run_with_its_start(finished_run, tmp_path):
     assert analysis["subject"] == "vit, 8 training images of digits"
     models = analysis["models"]
     assert [model["name"] for model in models] == ["impulse, step 0", "impulse, step 12"]
-    before, after = [model["layers"][0]["measures"] for model in models]
+    before, after = [model["layers"][1]["measures"] for model in models]
     assert len(after["target_mass"]) == 2
-    assert before["entropy"] != after["entropy"]
+    assert sum(before["target_mass"]) > sum(after["target_mass"])  # training leaves the targets
     for name in ("by_layer", "maps"):
         picture = np.asarray(Image.open(out / f"{name}.png").convert("L"), np.float32)
         assert picture.shape[1] > 500

@@ -163,6 +163,8 @@ def test_a_first_upload_that_one_process_has_not_finished_is_no_damage(tmp_path,
 
 def test_nothing_of_another_program_is_deleted(directory, capsys):
     (directory / "12" / checkpoint.RUN).unlink()
+    for name in ("state.orbax-checkpoint-tmp-1", ".partial-1"):  # a kill leaves them
+        (directory / "12" / name).mkdir()
     others = [directory / name for name in ("16/notes.txt", "20/state_dict", "24/state/a", "24/b")]
     for path in others:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -228,10 +230,11 @@ def test_files_of_the_state_that_no_index_names_are_noticed(directory, capsys):
     assert checkpoint.find_step(directory) == 12
     index = directory / "12" / "index_0.json"
     content = read_json(index)
-    del content["files"][ARRAY]
-    files_lib.write_json(epath.Path(index), content)
-    assert checkpoint.find_step(directory) == 8
-    assert f"{ARRAY} is in no index" in capsys.readouterr().out
+    for name in (ARRAY, "state/params.kernel/.zarray"):
+        rest = {file: digest for file, digest in content["files"].items() if file != name}
+        files_lib.write_json(epath.Path(index), content | {"files": rest})
+        assert checkpoint.find_step(directory) == 8
+        assert f"{name} is in no index" in capsys.readouterr().out
 
 
 def test_a_checkpoint_of_another_version_is_not_damaged(directory):

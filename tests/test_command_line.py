@@ -1,10 +1,14 @@
 """Flags and fields on the command line: an error names what is wrong, and the exit code is 2."""
 
 import json
+import types
+from pathlib import Path
 
 import fork_main
+import jax
 import pytest
 
+from structinit_jax import command_line
 from structinit_jax.errors import InputError
 from structinit_jax.evaluate import Classifier
 
@@ -59,6 +63,18 @@ def test_an_import_defines_no_flags(tmp_path):
     )
     result = fork_main.run(module=str(script), timeout=60)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_cache_that_jax_has_is_kept_and_the_home_folder_found(monkeypatch):
+    folder = jax.config.jax_compilation_cache_dir
+    command_line.use_compilation_cache()
+    assert jax.config.jax_compilation_cache_dir == folder
+    monkeypatch.setattr(command_line, "FLAGS", types.SimpleNamespace(out="~/a"))
+    assert command_line.out_path("b") == Path("~/a").expanduser()
+
+
+def test_help_lists_the_flags_that_commands_share():
+    assert "--workdir: Output directory." in fork_main.run("--help").stdout
 
 
 def test_fields_may_be_in_a_file_of_flags(tmp_path):

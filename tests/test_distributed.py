@@ -8,6 +8,7 @@ import time
 import fork_main
 import numpy as np
 import pytest
+from etils import epath
 
 from structinit_jax.errors import InputError
 from structinit_jax.training import distributed, train, workdir
@@ -114,9 +115,16 @@ def test_processes_with_another_config_are_refused(monkeypatch):
         return np.stack(seen)
 
     monkeypatch.setattr(distributed.multihost_utils, "process_allgather", gather)
-    distributed.check_equal({"config": {"seed": 0}})
-    with pytest.raises(InputError, match="process 1 has another config than process 0"):
-        distributed.check_equal({"config": {"seed": 1}})
+    monkeypatch.setattr(workdir, "identify", str)
+
+    def check(seed, data_dir):
+        record = {"config": {"seed": seed, "data": {"data_dir": data_dir}}}
+        workdir.check_processes(record, epath.Path("run"))
+
+    check(0, "/here")
+    check(0, "/there")  # a copy of its own
+    with pytest.raises(InputError, match="process 2 has another config than process 0"):
+        check(1, "/here")
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ def test_a_folder_has_the_card_and_the_class_map_of_timm(
     assert card["architecture"] == "vit_base_patch16_224"
     assert card["model_args"]["embed_dim"] == 16
     assert card["label_names"] == names
+    assert card["num_classes"] == card["pretrained_cfg"]["num_classes"] == 10
     assert card["pretrained_cfg"]["input_size"] == [1, 8, 8]
     pixels = [card["pretrained_cfg"][name] for name in ("mean", "std")]
     assert pixels == [[0.3], [0.4]]

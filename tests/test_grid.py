@@ -40,7 +40,7 @@ def fake_train(config, workdir, trained, stop_request=None, on_evaluation=None):
             file.write(json.dumps(line) + "\n")
     on_evaluation(6, {"eval/accuracy": first})
     if failed:
-        raise RuntimeError("out of memory | while training\nand more")
+        raise StoppedError("not finite | while training\nand more", exit_code=2)
 
 
 def describe_once(name, config):
@@ -71,13 +71,13 @@ def test_a_failed_run_is_reported_and_the_others_go_on(start, tmp_path, capsys):
     assert (failed, len(trained)) == (1, 9)
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("[1/9] default seed 0: test[:90] accuracy 50.00%") for line in lines)
-    failure = "failed: RuntimeError: out of memory | while training"
+    failure = "failed: StoppedError: not finite | while training"
     assert any(line.startswith(f"[5/9] mimetic seed 1: {failure}") for line in lines)
     log = (tmp_path / "mimetic" / "seed_1" / "log.txt").read_text()
     assert log.startswith("some output of the training\nTraceback")
     assert not any("some output" in line for line in lines)
     text = (tmp_path / "report.md").read_text()
-    assert r"| mimetic | 1 | RuntimeError: out of memory \| while training |" in text
+    assert r"| mimetic | 1 | StoppedError: not finite \| while training |" in text
     # Fewer seeds of mimetic are paired with the baseline: 0 and 2.
     row = "| mimetic | 2 of 3 | 42.00 ± 2.83 | -10.00 [-10.00, -10.00] (2 common seeds) |"
     assert row in text
@@ -115,11 +115,14 @@ def test_settings_keep_the_baseline_of_their_last_command(start, tmp_path):
     assert baselines() == dict(default="default", impulse="default")
     start(["mimetic", "impulse"], [0])
     assert baselines() == dict(default="default", impulse="mimetic", mimetic="mimetic")
+    info = json.loads((tmp_path / report.GRID).read_text())
+    (tmp_path / report.GRID).write_text(json.dumps(info | {"machine": "1 × TPU"}))
     row = dict(baseline="other", published="50.10", note="a note of the row")
     start(["impulse"], [0], rows={"impulse": row})  # whose baseline is not trained
     text = (tmp_path / "report.md").read_text()
     assert "| impulse | 1 of 1 | 80.00 | 50.10 | – |" in text
     assert "\nimpulse: a note of the row\n" in text
+    assert "\n1 × TPU\n\n" in text
     assert all(f" {name} " in text for name in ("jax", "flax", "optax", "structinit-jax"))
 
 
@@ -172,7 +175,9 @@ def test_a_run_that_was_killed_before_its_last_checkpoint_is_not_done(start, tmp
 
     with pytest.raises(SystemExit):
         start(["default"], [0], train=killed)
-    assert "| default | 0 of 1 | – |" in (tmp_path / "report.md").read_text()
+    text = (tmp_path / "report.md").read_text()
+    assert "| default | 0 of 1 | – |" in text
+    assert "Failed runs" not in text
     assert start(["default"], [0]) == (0, [("default", 0)])
     assert start(["default"], [0]) == (0, [])
 
@@ -205,6 +210,8 @@ def test_a_setting_is_locked_between_its_runs_too(start, tmp_path, monkeypatch):
 
     monkeypatch.setattr(grid, "format_duration", format_duration)
     assert start(["default"], [0, 1]) == (0, [("default", 0), ("default", 1)])
+    with lock_workdir(tmp_path), pytest.raises(InputError):  # while another writes compare.json
+        start(["default"], [0])
 
 
 def test_the_command_stops_and_resumes(tmp_path):
@@ -254,6 +261,12 @@ def test_the_command_trains_a_row_of_a_table(tmp_path):
     assert (tmp_path / "cifar10,truncated_normal" / "seed_3").exists()
     assert "| 88.63 |" in row
     assert "cifar10,truncated_normal: Table 1 has 85.30" in text
+    other = tmp_path / "cifar10,truncated_normal" / "seed_4"
+    other.mkdir()
+    with lock_workdir(other):  # so that its run fails
+        result = fork_main.run(*arguments, rows, "--seeds=2", module=MODULE)
+    assert result.returncode == 1
+    assert "1 runs failed: see the report" in result.stderr
     for wrong in ("--rows=cifar11", "--schemes=default"):
         result = fork_main.run(*arguments, wrong, module=MODULE)
         assert result.returncode == 2

@@ -1,7 +1,9 @@
 """The launch scripts: the commands they would run, and real runs of the local parts."""
 
+import fcntl
 import os
 import shlex
+import socket
 import subprocess
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parent.parent
-ARGUMENTS = ["--config=configs/vit_t_digits.py", "--workdir=/shared/a run", "--config.seed=1"]
+ARGUMENTS = ["--config=configs/vit_t_digits.py", "--workdir=/shared/Bob's run", "--config.seed=1"]
 SLICE = ["--name=slice", "--zone=us-west4-a"]
 
 
@@ -19,9 +21,9 @@ def launch(script, *arguments, **environment):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
 
-def planned(script, *arguments):
+def planned(script, *arguments, **environment):
     """The commands that a dry run prints, as lists of words."""
-    result = launch(script, *arguments, "--dry_run", "--", *ARGUMENTS)
+    result = launch(script, *arguments, "--dry_run", "--", *ARGUMENTS, **environment)
     assert result.returncode == 0, result.stderr
     return [shlex.split(line[2:]) for line in result.stdout.splitlines() if line[:2] == "+ "]
 
@@ -34,19 +36,54 @@ def programs(folder, **texts):
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("local.sh", ["--processes=0", "--", "-"], "--processes=0 must"),
+        ("local.sh", ["--processes=1"], "nothing to train"),
+        ("local.sh", ["--port=", "--", "-"], "--port needs a value"),
+        ("slurm.sh", ["--config=x"], "unknown option --config"),
+        ("slurm.sh", ["--gpus=h100", "--", "-"], "--gpus=h100 must"),
+        ("slurm.sh", ["--mounts=/a:/a", "--", "-"], "--mounts=/a:/a needs --container"),
+        ("tpu_pod.sh", ["run", "--zone=z", "--", "-"], "--name=NAME is required"),
+        ("tpu_pod.sh", ["run", *SLICE], "nothing to train"),
+        ("gke/gke.sh", ["--nodes=1", "--", "-"], "--image=IMAGE is required"),
+        ("gke/gke.sh", ["--image=x", "--tpu=v5e:4", "--", "-"], "--tpu=v5e:4 must"),
+    ],
+)
+def test_mistakes_are_named(script, arguments, message):
+    first, *rest = arguments
+    result = launch(script, first, "--dry_run", *rest)
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"error: {message}")
+
+
 def test_local_starts_one_process_per_gpu():
-    for i, words in enumerate(planned("local.sh", "--processes=3")):
+    for i, words in enumerate(planned("local.sh", "--processes=3", CUDA_VISIBLE_DEVICES="")):
         assert words[:2] == ["env", f"CUDA_VISIBLE_DEVICES={i}"]
         assert words[4:8] == ["structinit_jax.main", *ARGUMENTS]
         assert {"--num_processes=3", f"--process_id={i}"} <= set(words[8:])
+    given = dict(CUDA_VISIBLE_DEVICES="4,6")
+    gpus = [words[1] for words in planned("local.sh", **given)]
+    assert gpus == ["CUDA_VISIBLE_DEVICES=4", "CUDA_VISIBLE_DEVICES=6"]
+    words, _ = planned("local.sh", "--cpu_devices=3", **given)
+    assert words[1] == "JAX_PLATFORMS=cpu"
+    assert words[2].endswith("device_count=3")
+    result = launch("local.sh", "--processes=3", "--", "-", **given)
+    assert result.stderr.endswith("CUDA_VISIBLE_DEVICES=4,6 has 2\n")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        result = launch("local.sh", f"--port={port}", "--", "-", PYTHON="false")
+    assert result.stderr.startswith(f"error: --port={port} is in use")
 
 
 @pytest.mark.parametrize(("fails", "status"), [("true", 75), ("false", 3)])
 def test_local_ends_all_processes_together(tmp_path, fails, status):
-    trainer = f"""trap 'exit 75' TERM
-[[ $* != *--process_id=1* ]] || {fails} || exit 3
+    trainer = f"""id=${{*: -1}} id=${{id#*=}}
+trap 'sleep 0.$id; touch {tmp_path}/saved_$id; exit 75' TERM
+((id != 1)) || {fails} || exit 3
 echo started
-while true; do sleep 0.05; done"""
+for _ in {{1..400}}; do sleep 0.05; done"""
     programs(tmp_path, trainer=trainer)
     command = [ROOT / "launch" / "local.sh", "--port=8579", "--", "--config=c"]
     environment = os.environ | {"PYTHON": str(tmp_path / "trainer")}
@@ -54,17 +91,29 @@ while true; do sleep 0.05; done"""
         if status == 75:
             assert [process.stdout.readline() for _ in range(2)] == ["started\n"] * 2
             process.terminate()
-        assert process.wait(10) == status
+        try:
+            assert process.wait(10) == status
+        finally:
+            process.kill()
+    assert len([*tmp_path.glob("saved_*")]) == (2 if status == 75 else 0)
 
 
 def test_slurm_submits_one_task_per_gpu_and_passes_options_on():
     given = ["--time=1:00:00", "--qos=high", "--constraint=a100", "--reservation=r", "--exclusive"]
-    (words,) = planned("slurm.sh", "--nodes=2", "--gpus=h100:4", *given)
+    (words,) = planned("slurm.sh", "--nodes=2", "--gpus=h100:4", "--cpus=6", "--name=a", *given)
     expected = {"--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=h100:4", *given}
+    expected |= {"--cpus-per-task=6", "--job-name=a"}
     assert expected <= set(words[: words.index("launch/slurm.sbatch")])
     assert words[-3:] == ARGUMENTS
-    mistake = launch("slurm.sh", "--config=x")
-    assert (mistake.returncode, mistake.stderr[:30]) == (1, "error: unknown option --config")
+    (words,) = planned("slurm.sh", "--gres=gpu:h100:4")
+    assert not [word for word in words if word.startswith("--gpus-per-node")]
+    assert planned("slurm.sh", "--cancel") == [["scancel", "--name=structinit_jax", "--me"]]
+
+
+def test_slurm_does_not_submit_a_job_twice(tmp_path):
+    path = programs(tmp_path, squeue="[[ $* != *--name=a ]] || echo 1", sbatch="echo submitted")
+    for name, words in (("a", "job a is already queued"), ("b", "submitted")):
+        assert launch("slurm.sh", f"--name={name}", "--", "-", **path).stdout.startswith(words)
 
 
 @pytest.mark.parametrize("status", [2, 75])
@@ -77,18 +126,41 @@ def test_a_slurm_job_requeues_itself_only_if_it_was_stopped(tmp_path, status):
     assert result.returncode == status
     options = (tmp_path / "run").read_text().partition(" -m structinit_jax.main ")[0].split()
     mounts = f"--container-mounts={ROOT}:{ROOT},/shared:/shared"
-    assert {"--cpus-per-task=8", "--container-image=image", mounts} <= set(options)
+    expected = {"--cpus-per-task=8", "--kill-on-bad-exit=0", "--container-image=image", mounts}
+    assert expected <= set(options)
     assert (tmp_path / "requeued").exists() == (status == 75)
 
 
 def test_tpu_runs_on_all_workers_at_once():
     given = ["--type=v6e-16", "--reserved", "--network=n", "--subnetwork=s", "--service-account=a"]
+    given += ["--project=p"]
     (create,) = planned("tpu_pod.sh", "create", *SLICE, *given)
     expected = {"--accelerator-type=v6e-16", "--runtime-version=v2-alpha-tpuv6e", *given[1:]}
     assert expected <= set(create)
     (run,) = planned("tpu_pod.sh", "run", *SLICE)
     assert "--worker=all" in run
     assert shlex.split(run[-1].removeprefix("--command="))[-3:] == ARGUMENTS
+    *_, install = planned("tpu_pod.sh", "install", *SLICE, "--bucket=gs://b")
+    assert install[-1].endswith("tpu_install.sh b")
+    (stop,) = planned("tpu_pod.sh", "stop", *SLICE)
+    assert "--worker=all" in stop
+
+
+def test_a_slice_that_cannot_be_had_is_not_waited_for(tmp_path):
+    path = programs(tmp_path, gcloud="echo FAILED no quota")
+    result = launch("tpu_pod.sh", "create", *SLICE, **path)
+    assert (result.returncode, result.stderr[:34]) == (1, "error: the slice is FAILED no quot")
+
+
+def test_a_tpu_worker_has_one_run_whose_mistake_is_shown(tmp_path):
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    programs(tmp_path / "venv" / "bin", python="echo error: a mistake; exit 2")
+    result = launch("tpu_run.sh", "--config=c", HOME=str(tmp_path))
+    assert (result.returncode, result.stdout) == (2, "error: a mistake\n")
+    with (tmp_path / "run.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        result = launch("tpu_run.sh", "--config=c", HOME=str(tmp_path))
+    assert (result.returncode, result.stdout[:20]) == (0, "a run is in progress")
 
 
 def jobset(*options):

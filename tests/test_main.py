@@ -25,6 +25,7 @@ def test_a_run_killed_or_stopped_at_any_moment_ends_bit_equal(tmp_path):
     cache = dict(XDG_CACHE_HOME=str(tmp_path))
     result = fork_main.run(*arguments, f"--workdir={whole}", **cache)
     assert result.returncode == 0, result.stderr
+    assert any((tmp_path / "structinit_jax" / "xla").iterdir())
 
     metrics, stopped_at = killed / "metrics.jsonl", None
     for kill_after, number, exit_code in (

@@ -1,9 +1,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from scipy.stats import entropy
 
 from structinit_jax.analysis import measures
+from structinit_jax.errors import InputError
 
 GRID = (4, 5)
 RNG = np.random.default_rng(0)
@@ -31,6 +33,8 @@ def test_measures_of_mean_maps_are_the_sums_over_pairs_of_tokens():
         expected["neighbor_mass"] = (masses / counts).max()
         for name, value in expected.items():
             np.testing.assert_allclose(found[name][head], value, rtol=1e-5, err_msg=name)
+    with pytest.raises(InputError, match="leave out class and register tokens"):
+        measures.attention_by_offset(maps, (4, 4))
 
 
 def test_entropy_is_that_of_scipy():

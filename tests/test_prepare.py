@@ -1,4 +1,6 @@
+import os
 import types
+from pathlib import Path
 
 import fork_main
 import numpy as np
@@ -18,7 +20,7 @@ def test_the_report_names_classes_sizes_and_bad_images(tmp_path):
                 image = Image.new("RGB", (20 + number, 10), "red")
                 image.save(tmp_path / split / name / f"{number}.png")
     (tmp_path / "train" / "dog" / "1.png").write_bytes(b"nothing")
-    for name in (".0.png", "0.heic", "1.HEIC"):
+    for name in (".0.png", "0.heic", "1.HEIC", os.fsdecode(b"2.\xff")):
         (tmp_path / "train" / "dog" / name).touch()
     arguments = ("--name=folder", f"--data_dir={tmp_path}", "--check=0")
     result = fork_main.run(*arguments, module=prepare.__name__)
@@ -26,7 +28,7 @@ def test_the_report_names_classes_sizes_and_bad_images(tmp_path):
     said = result.stdout
     for line in (
         f"{tmp_path.name}: 2 classes (cat, dog), 3 channels",
-        "left out: hidden (1), .heic (2)",
+        r"left out: hidden (1), .heic (2), .\udcff (1)",
         "train: 6 examples; checked all",
         "train: 2 of 2 classes, with 2 to 3 of the checked examples each",
         "val: 10 to 10 pixels high, 20 to 22 wide",
@@ -48,6 +50,17 @@ def test_as_many_images_are_checked_as_asked_and_the_rest_is_counted():
     first, *_ = prepare.describe_split(source, 1, 9)
     assert "checked 9 " in first
     assert "--check=0 also decodes the other 1,091" in first
+    _, problem = prepare.describe_split(source.select(np.array([1099])), 1, 0)
+    assert problem.startswith("bad: ")
+
+
+def test_labels_that_are_no_classes_are_bad():
+    image = np.zeros((8, 8), np.uint8)
+    records = [{"image": image, "label": label} for label in (-1, 0, 2, 7)]
+    source = Dataset.from_records("many", {"train": records}, ["cat", "dog"]).split("train")
+    lines = prepare.describe_split(source, 2, 0)
+    assert lines[1].startswith("1 of 2 classes, with 0 to 1 of ")
+    assert lines[-1] == "bad: labels [2, 7], expected 0 to 1"  # -1 stands for no label
 
 
 def test_mean_and_deviation_are_those_of_all_pixels_by_channel():
@@ -59,6 +72,12 @@ def test_mean_and_deviation_are_those_of_all_pixels_by_channel():
     assert list(prepare.mean_and_std(source)) == expected
 
 
+def test_fields_of_a_config_are_refused():
+    result = fork_main.run("--name=digits", "--config.data.image_size=8", module=prepare.__name__)
+    assert result.returncode == 2
+    assert "prepare has no --config.data.image_size" in result.stderr
+
+
 def test_stock_builders_need_tensorflow(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"^--name='cifar10' .*TensorFlow.* '\.\[prepare\]"):
@@ -67,10 +86,21 @@ def test_stock_builders_need_tensorflow(tmp_path, monkeypatch):
 
 def test_archives_are_taken_from_the_folder_of_the_flag(tmp_path, monkeypatch):
     called = {}
+
+    def find_builder(name, data_dir):
+        called.update(name=name, data_dir=data_dir)
+        return builder
+
     builder = types.SimpleNamespace(data_path=tmp_path / "imagenet2012")
     builder.download_and_prepare = lambda **options: called.update(options)
     monkeypatch.setattr(prepare.importlib.util, "find_spec", lambda name: "found")
-    monkeypatch.setattr(prepare, "find_builder", lambda name, data_dir: builder)
-    prepare.prepare("imagenet2012", manual_dir="archives")
+    monkeypatch.setattr(prepare, "find_builder", find_builder)
+    prepare.prepare("imagenet2012", "~/data", manual_dir="archives")
     assert called["download_config"].manual_dir == "archives"
     assert called["file_format"] == "array_record"
+    assert called["data_dir"] == str(Path("~/data").expanduser())
+    called.clear()
+    builder.data_path.mkdir()
+    for name in ("imagenet2012", "digits", "mine:images"):  # need no preparation
+        prepare.prepare(name)
+    assert called == {"name": "imagenet2012", "data_dir": None}

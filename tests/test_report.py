@@ -41,10 +41,17 @@ def record(workdir, runs, facts=None):
     return report.read_comparison(workdir)
 
 
-def test_intervals_are_those_of_scipy():
+def test_intervals_are_those_of_scipy(tmp_path):
     values = np.random.default_rng(0).normal(size=5).tolist()
     theirs = stats.ttest_1samp(values, 0).confidence_interval(0.95)
     assert report.half_interval(values) == pytest.approx((theirs.high - theirs.low) / 2)
+    curves = {
+        "default": {seed: {12: 0.5} for seed in range(3)},
+        "impulse": {seed: {12: 0.6 + seed / 100} for seed in range(3)},
+        "mimetic": {0: None},
+    }
+    info, runs = record(tmp_path, curves, {"mimetic": {"baseline": "impulse"}})
+    assert "| +11.00 [+8.52, +13.48] to default |" in report.markdown(info, runs)
 
 
 def test_one_seed_is_compared_without_an_interval(tmp_path):
@@ -57,6 +64,7 @@ def test_one_seed_is_compared_without_an_interval(tmp_path):
     assert runs["impulse"][0].curve == {12: 0.8}  # not that of training batches
     text = report.markdown(info, runs)
     assert "| impulse | 1 of 1 | 80.00 | +5.00 (one seed) |" in text
+    assert "| seeds | test accuracy, % |" in text
     assert "With one seed there is no interval" in text
     first, second = csv.DictReader(report.csv_of(runs).splitlines())
     assert (first["epoch"], first["test_accuracy"]) == ("2.0", "0.75")
@@ -76,3 +84,6 @@ def test_curves_are_those_of_finished_runs(tmp_path):
     np.testing.assert_allclose(second.get_ydata(), [40])
     heights = band.get_paths()[0].vertices[:, 1]
     np.testing.assert_allclose([heights.min(), heights.max()], [11 - 2**0.5, 51 + 2**0.5])
+    _, runs = record(tmp_path, {str(number): {0: {12: 0.5}} for number in range(25)})
+    lines = report.draw_curves(runs).axes[0].get_lines()
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 24

@@ -39,6 +39,8 @@ def test_a_setting_is_never_compared_with_one_of_other_fields(tiny_config):
 
     found = baselines(a=("default", 1), b=("default", 2), c=("impulse", 2), d=("impulse", 3))
     assert found == dict(a="a", b="b", c="b", d=None)
+    # The first of several, which differ in options of the scheme.
+    assert set(baselines(a=("default", 1), b=("default", 1), c=("impulse", 1)).values()) == {"a"}
     # Nothing has to agree if there is one scheme.
     assert baselines(a=("default", 1), b=("default", 2)) == dict(a="a", b="a")
 
@@ -119,6 +121,9 @@ def test_rows_that_do_not_exist_are_named(words, message):
 
 
 def test_a_setting_that_cannot_be_trained_is_refused_before_the_first_run(tiny_config):
+    tiny_config.loss = "hinge"
+    with pytest.raises(InputError, match=r"^setting x: config\.loss="):
+        grid.describe_setting("x", tiny_config)
     tiny_config.model.num_heads = 3
     with pytest.raises(InputError, match=r"^setting x: .*num_heads"):
         grid.describe_setting("x", tiny_config)

@@ -2,14 +2,17 @@ import os
 import re
 
 import fork_main
+import jax
 import numpy as np
 import pytest
 from PIL import Image
 
 from structinit_jax import show
+from structinit_jax.augment import make_augment
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.images import RandomCrop
 from structinit_jax.data.loader import stream_indices
+from structinit_jax.rngs import step_rngs
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -28,15 +31,18 @@ def test_a_batch_without_augmentation_is_the_data(tiny_config):
     np.testing.assert_array_equal(images, expected)
 
 
-def test_random_resized_crops_are_those_of_the_positions_in_the_stream(tiny_config):
+def test_crops_and_flips_are_those_of_the_positions_in_the_stream_and_of_the_step(tiny_config):
     tiny_config.seed = 1
-    tiny_config.augment.update(crop="resized", crop_scale=(0.3, 0.6))
+    tiny_config.augment.update(crop="resized", crop_scale=(0.3, 0.6), flip=0.5)
     images, _, _ = show.training_batch(tiny_config, 2)
     source = open_dataset("digits").split("train[:384]")
     indices = stream_indices(tiny_config.seed, np.arange(64, 128), 384)
     crop = RandomCrop(8, tiny_config.seed, (0.3, 0.6))
-    for position, (image, _) in enumerate(source.read(indices.tolist())):
-        np.testing.assert_array_equal(images[position], crop(image, 64 + position))
+    examples = source.read(indices.tolist())
+    crops = np.stack([crop(image, position) for position, (image, _) in enumerate(examples, 64)])
+    augment = make_augment(tiny_config.augment, num_classes=10, mean=(0.0,), std=(1 / 255,))
+    flipped, _ = jax.jit(augment)(step_rngs(np.uint32(1), 1)[0], crops, np.zeros(64, np.int32))
+    np.testing.assert_array_equal(images, flipped.round())
 
 
 def test_a_batch_of_a_run_needs_no_config(finished_run, tmp_path):

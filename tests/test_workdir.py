@@ -1,5 +1,7 @@
 import json
 import os
+import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,13 +15,14 @@ PLACE = "step 400 in /runs/digits"
 
 
 def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path):
-    holder = rf"workdir={tmp_path} is in use by another run \(process {os.getpid()} on "
+    process = f"process {os.getpid()} on {socket.gethostname()}"
+    holder = rf"workdir={tmp_path} is in use by another run \({process}\): "
     for _ in range(2):
         with lock_workdir(tmp_path), pytest.raises(InputError, match=holder):
             lock_workdir(tmp_path).__enter__()
 
 
-def test_unusable_directories_are_refused(tmp_path):
+def test_unusable_directories_are_refused(tmp_path, monkeypatch):
     assert open_path("~/run") == Path("~/run").expanduser()
     assert open_path("run") == Path.cwd() / "run"
     (tmp_path / "file").write_text("")
@@ -29,6 +32,9 @@ def test_unusable_directories_are_refused(tmp_path):
         prepare_workdir("gs://bucket/run")
     with pytest.raises(InputError, match="workdir="):
         open_path("nothing://x")
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(InputError, match=r"s3:// '\.\[s3\]'"):
+        open_path("s3://bucket/run")
 
 
 # -- resuming --------------------------------------------------------------------------------------
@@ -105,16 +111,18 @@ def test_fields_of_another_version_do_not_count(capsys):
         check(run)
 
 
-def my_scheme(kernel_size=3):
+def my_scheme(kernel_size=(3, 3)):
     return lambda rng, site: kernel_size
 
 
-@pytest.mark.parametrize("name", ["impulse", f"{__name__}:my_scheme"])
-def test_an_option_of_the_scheme_that_is_not_set_has_its_default(name, capsys):
+@pytest.mark.parametrize(("name", "size"), [("impulse", 3), (f"{__name__}:my_scheme", (3, 3))])
+def test_an_option_of_the_scheme_that_is_not_set_has_its_default(name, size, capsys):
     default = {"attention_init.name": name}
-    given = default | {"attention_init.kernel_size": 3}
+    given = default | {"attention_init.kernel_size": size}
     for old, new in ((default, given), (given, default)):
         check(saved(**old), **new)
+    gone = {"attention_init.name": "gone:my_scheme"}  # trained weights do not need it
+    check(saved(**gone), **gone)
     assert not capsys.readouterr().out
 
 
