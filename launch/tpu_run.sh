@@ -7,6 +7,10 @@
 # an unknown flag, this script ends with its status.
 
 set -euo pipefail
+if [[ ${1:-} == --help ]]; then
+  sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+  exit
+fi
 cd "$(dirname "$0")/.."
 
 # The program inherits the lock and releases it when it ends.

@@ -19,7 +19,7 @@ It writes to the directory --out:
 - `by_layer.png`: every measure against the layer.
 
 `analysis.measures` defines the measures. In Swin they describe maps within windows. ConvMixer has
-no maps: its measure is the stable rank of each layer's input.
+no maps and no files of them: its measure is the stable rank of each layer's input.
 """
 
 import json
@@ -44,6 +44,8 @@ from structinit_jax.data.folder import title
 from structinit_jax.files import replace_files
 from structinit_jax.training import workdir as workdir_lib
 
+MAPS = ("maps.npz", "maps.png")
+
 
 def define_flags() -> None:
     """Defines the flags of this command alone."""
@@ -63,6 +65,8 @@ def write(snapshots: list[Snapshot], subject: str, out: Path) -> None:
         models.append(dict(name=snapshot.name, layers=layers))
     content = dict(subject=subject, models=models)
     text = json.dumps(content, indent=1, default=np.ndarray.tolist)
+    for name in MAPS:  # those of an earlier call, since a ConvMixer has none
+        (out / name).unlink(missing_ok=True)
     with replace_files(out) as new:
         (new / "analysis.json").write_text(text + "\n", encoding="utf-8")
         figures.draw_by_layer(snapshots, f"Measures by layer: {subject}", new / "by_layer.png")

@@ -332,7 +332,8 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
     except (ValueError, AttributeError, TypeError) as error:
         raise InputError(
             f"workdir={workdir}: config.json cannot be used ({error}): pass the output directory "
-            "of a run, or on the command line --config with its config file"
+            "of a run (of a comparison, SETTING/seed_K), or on the command line --config with its "
+            "config file"
         ) from error
     if code and not trust:
         names = ", ".join(f"{field}={values[field]!r}" for field in code)

@@ -48,7 +48,8 @@ def restore_model(
     """
     directory = open_path(workdir) / "checkpoints"
     number = checkpoint.find_step(directory, step)
-    needs = f"a run with an intact checkpoint for step={step!r}"
+    steps = ", ".join(folder.name for folder in checkpoint.step_folders(directory)) or "none"
+    needs = f"a run with an intact checkpoint for step={step!r}; it has {steps}"
     require("workdir", str(workdir), needs, number is not None)
     saved = checkpoint.read_run(directory, number)["config"]
     place = f"step {number} in {workdir}"
@@ -136,9 +137,10 @@ class Classifier:
         Raises:
           InputError: A file is missing or cannot be decoded, or `files` is a single path or empty.
         """
-        paths = [] if isinstance(files, str | os.PathLike) else [os.fspath(file) for file in files]
-        require("files", files, "a list of one path or more, such as [path]", paths)
-        records = [{"image": file, "label": 0} for file in paths]
+        paths = [] if isinstance(files, str | os.PathLike) else list(files)
+        fits = paths and all(isinstance(path, str | os.PathLike) for path in paths)
+        require("files", files, "a list of one path or more, such as [path]", fits)
+        records = [{"image": path, "label": 0} for path in paths]
         data = self.config.data
         names = self.class_names
         dataset = Dataset.from_records("argument", {"files": records}, names, data.channels)

@@ -43,7 +43,7 @@ def timm_card(config: ConfigDict) -> dict[str, Any]:
     data = config.data
     model = config.model
     needs = (
-        "'vit' or 'swin' to be exported: for the weights alone of another, call "
+        "'vit' or 'swin' to be exported: for the weights alone of a 'mixer' or 'convmixer', call "
         "si.to_timm(model) in Python"
     )
     require("config.model.name", model.name, needs, model.name in ("vit", "swin"))

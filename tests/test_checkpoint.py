@@ -177,7 +177,9 @@ def test_nothing_of_another_program_is_deleted(directory, capsys):
         with pytest.raises(InputError, match="24 has state/ next to"):
             save(checkpoints, 24)
     assert all(path.exists() for path in others)
-    assert f"note: skipping checkpoint {directory / '24'}: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"note: deleted checkpoint {directory / '12'}, " in said
+    assert f"note: skipping checkpoint {directory / '24'}: " in said
 
 
 def test_a_renamed_checkpoint_and_one_without_a_part_of_a_process_are_damaged(directory, capsys):

@@ -57,6 +57,11 @@ def test_sets_that_cannot_be_opened_are_named(tmp_path, name, reason):
         open_dataset(name, tmp_path)
 
 
+def test_functions_that_return_no_data_set_are_named():
+    with pytest.raises(InputError, match=r"^name='builtins:print' must be a function that"):
+        open_dataset("builtins:print")
+
+
 def test_damaged_sets_and_those_prepared_as_tfrecord_are_named(tmp_path):
     write_small_set(tmp_path)
     info = tmp_path / "imagenet_sketch" / "1.0.0" / "dataset_info.json"

@@ -87,7 +87,7 @@ def test_the_checkpoint_can_be_chosen(run_config, finished_run, tmp_path, capsys
     run = checkpoint.read_run(finished_run.workdir / "checkpoints", best["step"])
     assert run["accuracy"] == best["eval/accuracy"]
     for workdir in (finished_run.workdir, tmp_path / "missing"):
-        with pytest.raises(InputError, match=rf"workdir='{workdir}' .*step='5'"):
+        with pytest.raises(InputError, match=rf"workdir='{workdir}' .*'5'; it has (12, |none)"):
             evaluate.evaluate_checkpoint(run_config, workdir, "5")
 
 

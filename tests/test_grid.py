@@ -13,7 +13,7 @@ import pytest
 from structinit_jax.compare import grid, report, settings
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.training import train
-from structinit_jax.training.workdir import lock_workdir
+from structinit_jax.training.workdir import COMPARISON, lock_workdir
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 MODULE = "structinit_jax.compare"
@@ -115,8 +115,8 @@ def test_settings_keep_the_baseline_of_their_last_command(start, tmp_path):
     assert baselines() == dict(default="default", impulse="default")
     start(["mimetic", "impulse"], [0])
     assert baselines() == dict(default="default", impulse="mimetic", mimetic="mimetic")
-    info = json.loads((tmp_path / report.GRID).read_text())
-    (tmp_path / report.GRID).write_text(json.dumps(info | {"machine": "1 × TPU"}))
+    info = json.loads((tmp_path / COMPARISON).read_text())
+    (tmp_path / COMPARISON).write_text(json.dumps(info | {"machine": "1 × TPU"}))
     row = dict(baseline="other", published="50.10", note="a note of the row")
     start(["impulse"], [0], rows={"impulse": row})  # whose baseline is not trained
     text = (tmp_path / "report.md").read_text()
@@ -141,11 +141,14 @@ def test_lost_metrics_make_a_run_unfinished(start, tmp_path, capsys):
 
 def test_a_damaged_or_lost_record_is_named(start, tmp_path):
     start(["default"], [0])
-    (tmp_path / report.GRID).write_text("{")
+    (tmp_path / COMPARISON).write_text("{")
     with pytest.raises(InputError, match=r"compare\.json"):
         start(["default"], [0])
-    (tmp_path / report.GRID).unlink()
+    (tmp_path / COMPARISON).unlink()
     with pytest.raises(InputError, match=r"default holds runs that compare\.json does not list"):
+        start(["default"], [0])
+    (tmp_path / "config.json").touch()
+    with pytest.raises(InputError, match=r"^workdir=.* not that of a run"):
         start(["default"], [0])
 
 

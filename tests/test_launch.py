@@ -161,6 +161,9 @@ def test_a_tpu_worker_has_one_run_whose_mistake_is_shown(tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         result = launch("tpu_run.sh", "--config=c", HOME=str(tmp_path))
     assert (result.returncode, result.stdout[:20]) == (0, "a run is in progress")
+    for script in ("tpu_run.sh", "tpu_install.sh"):
+        result = launch(script, "--help", HOME="/nowhere")
+        assert (result.returncode, result.stdout.count(script)) == (0, 1)
 
 
 def jobset(*options):

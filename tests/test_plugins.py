@@ -9,12 +9,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from test_documents import EXAMPLES
 from tiny_models import make
 
 import structinit_jax as si
 from structinit_jax import config as config_lib
-from structinit_jax import export
+from structinit_jax import evaluate, export
 from structinit_jax.analysis import collect
 from structinit_jax.attention_init import SCHEMES
 from structinit_jax.errors import InputError
@@ -55,6 +56,9 @@ def test_the_readmes_objects_train_and_the_model_is_not_exported(mine, tmp_path,
     assert results["eval/accuracy"] > 0.9
     with pytest.raises(InputError, match=r"^config\.model\.name='mine:Linear'"):
         export.export(config, tmp_path / "run", tmp_path)
+    model, _ = evaluate.restore_model(config, tmp_path / "run")
+    with pytest.raises(InputError, match=r"^type\(model\)=.*Linear.* must be one of"):
+        si.to_timm(nnx.merge(model.graphdef, model.params, model.model_state))
     # The run is not resumed with other labels.
     halves = sys.modules[mine].halves
 

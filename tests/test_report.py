@@ -8,6 +8,7 @@ import pytest
 from scipy import stats
 
 from structinit_jax.compare import report
+from structinit_jax.training.workdir import COMPARISON
 
 FACTS = {
     **{"num_steps": 12, "steps_per_epoch": 6, "baseline": "default", "published": "", "note": ""},
@@ -37,7 +38,7 @@ def record(workdir, runs, facts=None):
                     metrics = value if isinstance(value, dict) else {"eval/accuracy": value}
                     file.write(json.dumps({"step": step} | metrics) + "\n")
     info = {"settings": settings, "machine": ""}
-    (workdir / report.GRID).write_text(json.dumps(info))
+    (workdir / COMPARISON).write_text(json.dumps(info))
     return report.read_comparison(workdir)
 
 
@@ -67,8 +68,8 @@ def test_one_seed_is_compared_without_an_interval(tmp_path):
     assert "| seeds | test accuracy, % |" in text
     assert "With one seed there is no interval" in text
     first, second = csv.DictReader(report.csv_of(runs).splitlines())
-    assert (first["epoch"], first["test_accuracy"]) == ("2.0", "0.75")
-    assert (second["epoch"], second["test_accuracy"]) == ("2.0", "0.8")
+    assert (first["epoch"], first["accuracy"]) == ("2.0", "0.75")
+    assert (second["epoch"], second["accuracy"]) == ("2.0", "0.8")
 
 
 def test_curves_are_those_of_finished_runs(tmp_path):

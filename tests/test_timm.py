@@ -176,6 +176,7 @@ UNFIT = {  # teacher and student from a teacher, and what the message says
         "patch size",
     ),
     "windows": (lambda t: (swin(8), swin(8, window_size=2)), "window size"),
+    "channels": (lambda t: (vit(*TEACHER, channels=3), vit(12, 2, 3)), "same channels"),
     "family": (lambda t: (t, mixer(8, 1)), "of the same family"),
 }
 

@@ -9,7 +9,12 @@ import pytest
 from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
 from structinit_jax.files import open_path
-from structinit_jax.training.workdir import check_resume, lock_workdir, prepare_workdir
+from structinit_jax.training.workdir import (
+    check_resume,
+    lock_workdir,
+    open_workdir,
+    prepare_workdir,
+)
 
 PLACE = "step 400 in /runs/digits"
 
@@ -28,6 +33,9 @@ def test_unusable_directories_are_refused(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"workdir=.*file cannot be written to"):
         prepare_workdir(tmp_path / "file")
+    (tmp_path / "compare.json").touch()
+    with pytest.raises(InputError, match=r"^workdir=.*SETTING/seed_K"), open_workdir(tmp_path):
+        pass
     with pytest.raises(InputError, match=r"workdir='gs://bucket/run'"):
         prepare_workdir("gs://bucket/run")
     with pytest.raises(InputError, match="workdir="):

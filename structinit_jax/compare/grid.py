@@ -18,7 +18,7 @@ from structinit_jax import __version__, command_line, files
 from structinit_jax.compare import report
 from structinit_jax.compare.settings import find_baselines
 from structinit_jax.data.source import digest
-from structinit_jax.errors import InputError, StoppedError, prefixed, printable
+from structinit_jax.errors import InputError, StoppedError, prefixed, printable, require
 from structinit_jax.training import build, distributed
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.metrics import format_duration
@@ -60,6 +60,8 @@ def run_grid(
     """
     command_line.use_compilation_cache()  # through which runs share programs
     workdir = workdir_lib.prepare_workdir(workdir)
+    needs = "a directory of its own, not that of a run"
+    require("workdir", str(workdir), needs, not (workdir / "config.json").exists())
     rows = rows or {
         name: {"baseline": baseline, "published": "", "note": ""}
         for name, baseline in find_baselines(settings).items()
@@ -73,7 +75,9 @@ def run_grid(
             info = _merge(workdir, new, settings)
             machines = dict.fromkeys([*info["machine"].split("\n\n"), _describe_machine()])
             info["machine"] = "\n\n".join(filter(None, machines))
-            files.write_atomically(workdir / report.GRID, json.dumps(info, indent=1) + "\n")
+            files.write_atomically(
+                workdir / workdir_lib.COMPARISON, json.dumps(info, indent=1) + "\n"
+            )
         try:
             return _train_all(workdir, info, settings, seeds)
         finally:
@@ -106,8 +110,8 @@ def describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
 def _merge(workdir, new, settings):
     """Merges settings and seeds into those of earlier commands, which must agree with them."""
     info: dict[str, Any] = {"settings": {}, "machine": ""}
-    if (workdir / report.GRID).exists():
-        info = files.read_json(workdir / report.GRID)
+    if (workdir / workdir_lib.COMPARISON).exists():
+        info = files.read_json(workdir / workdir_lib.COMPARISON)
     old = info["settings"]
     for name, facts in new.items():
         earlier = old.values()
@@ -118,8 +122,8 @@ def _merge(workdir, new, settings):
             facts["seeds"] = sorted({*old[name]["seeds"], *facts["seeds"]})
         elif (workdir / name).exists():
             raise InputError(
-                f"{workdir / name} holds runs that {report.GRID} does not list: move the folder "
-                "away, or use another --workdir"
+                f"{workdir / name} holds runs that {workdir_lib.COMPARISON} does not list: move "
+                "the folder away, or use another --workdir"
             )
         for data, new_digest in facts["data"].items():
             digests = [each["data"][data] for each in earlier if data in each["data"]]

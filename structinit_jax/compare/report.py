@@ -19,8 +19,8 @@ from structinit_jax.analysis.figures import COLORS, add_legend
 from structinit_jax.files import read_json, write_atomically
 from structinit_jax.training.figures import csv_text, png
 from structinit_jax.training.metrics import read_metrics
+from structinit_jax.training.workdir import COMPARISON
 
-GRID = "compare.json"
 # File of a run that is not done: empty until the run has failed, then why, in one line.
 ERROR = "error.txt"
 CURVES = "curves.png"
@@ -84,7 +84,7 @@ Runs = Mapping[str, Sequence[SeedRun]]  # by setting, in the order of the seeds
 
 def read_comparison(workdir: Path) -> tuple[dict[str, Any], Runs]:
     """Returns the content of `compare.json`, and the runs of each setting by seed."""
-    info = read_json(workdir / GRID)
+    info = read_json(workdir / COMPARISON)
     runs = {
         setting: [SeedRun(workdir, setting, seed, facts) for seed in facts["seeds"]]
         for setting, facts in info["settings"].items()
@@ -198,7 +198,7 @@ def write_report(workdir: Path) -> None:
 
 def csv_of(runs: Runs) -> str:
     """Returns the text of results.csv, which has one row for each run."""
-    header = ["setting", "seed", "status", "epoch", "test_accuracy"]
+    header = ["setting", "seed", "status", "epoch", "accuracy"]
     header += ["baseline", "published", "error"]
     rows = []
     for setting, group in runs.items():

@@ -62,6 +62,7 @@ def parse_axes(flags: Iterable[str]) -> dict[str, list[str]]:
     """
     axes: dict[str, list[str]] = {}
     for flag in flags:
+        require("--grid", flag, "FIELD=A,B", "=" in flag)
         field, _, text = flag.removeprefix("config.").partition("=")
         axes.setdefault(field, []).extend(re.split(r",(?![^(\[{]*[)\]}])", text))
     return axes

@@ -16,7 +16,7 @@ from etils import epy
 from structinit_jax.data.folder import open_folder
 from structinit_jax.data.small import open_digits, open_fashion_mnist
 from structinit_jax.data.source import Dataset, DatasetInfo, Folder
-from structinit_jax.errors import InputError, find, is_reference, suggest
+from structinit_jax.errors import InputError, find, is_reference, require, suggest
 
 with epy.lazy_imports():  # takes a quarter of a second
     import tensorflow_datasets as tfds
@@ -58,6 +58,7 @@ def open_dataset(name: str, data_dir: Folder = None, channels: int | None = None
     data_dir = data_dir and os.path.expanduser(data_dir)
     if name in OPENERS or is_reference(name):
         dataset = find(name, OPENERS, "name")(data_dir)
+        require("name", name, "a function that returns a Dataset", isinstance(dataset, Dataset))
     else:
         dataset = _open_tfds(name, data_dir)
     if channels is None:

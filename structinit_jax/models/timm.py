@@ -31,12 +31,13 @@ from structinit_jax.models.vit import VisionTransformer
 StateDict = Mapping[str, Any]  # The values are NumPy or JAX arrays or torch tensors.
 # Older versions of timm saved these functions of the sizes with the weights of Swin.
 BUFFERS = ("attn.relative_position_index", "attn_mask")
-# Teacher and student must have equal sizes along these axes, places in a patch, window or image.
+# Teacher and student must have equal sizes along these axes: channels of an image, and places in a
+# patch, window or image.
 PLACES = {
     "pos_embed": slice(1, 2),
-    "patch_embed.proj.weight": slice(2, 4),
-    "stem.proj.weight": slice(2, 4),
-    "stem.0.weight": slice(2, 4),
+    "patch_embed.proj.weight": slice(1, 4),
+    "stem.proj.weight": slice(1, 4),
+    "stem.0.weight": slice(1, 4),
     "relative_position_bias_table": slice(0, 1),
     "mlp_tokens.fc1.weight": slice(1, 2),
 }
@@ -47,10 +48,10 @@ def to_timm(model: nnx.Module) -> dict[str, np.ndarray]:
 
     Raises `InputError` for a model of your own, which timm does not know.
     """
+    entries = _entries(model)
     ours = {path: np.asarray(array) for path, array in _arrays_by_path(model).items()}
     trained = {
-        entry.name: np.asarray(np.concatenate(entry.views(ours)), order="C")
-        for entry in _entries(model)
+        entry.name: np.asarray(np.concatenate(entry.views(ours)), order="C") for entry in entries
     }
     return trained | _computed(model)
 
@@ -67,10 +68,10 @@ def from_timm(model: nnx.Module, state_dict: StateDict) -> None:
     >>> other = si.MlpMixer(**sizes, depth=2, rngs=nnx.Rngs(1))
     >>> si.from_timm(model, si.to_timm(other))  # or the state_dict() of a model of timm
     """
+    entries = _entries(model)
     old = _arrays_by_path(model)
     ours = {path: np.array(array, order="C") for path, array in old.items()}
     weights = _read_names(state_dict)
-    entries = _entries(model)
     computed = _computed(model)
     names = {entry.name for entry in entries} | computed.keys()
     _check_names(missing=names - weights.keys(), unexpected=weights.keys() - names)
@@ -401,8 +402,9 @@ def _select(name, teacher, shape):
     """Takes evenly spaced elements along every axis."""
     places = next((axes for end, axes in PLACES.items() if name.endswith(end)), slice(0))
     needs = (
-        f"at least {shape}, the student's, and equal to it along axes of pixels, windows and "
-        "tokens: use a smaller student with the same patch size, window size and number of tokens"
+        f"at least {shape}, the student's, and equal to it along axes of pixels, their "
+        "channels, windows and tokens: use a smaller student with the same channels, patch size, "
+        "window size and number of tokens"
     )
     same_places = teacher.ndim == len(shape) and teacher.shape[places] == shape[places]
     fits = same_places and all(n >= m for n, m in zip(teacher.shape, shape, strict=True))

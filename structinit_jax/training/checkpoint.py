@@ -72,7 +72,8 @@ class Checkpoints:
         """Finds the intact checkpoints, and deletes unfinished ones."""
         self.directory.mkdir(parents=True, exist_ok=True)
         for folder in step_folders(self.directory):
-            files_lib.remove_unfinished(folder)
+            if files_lib.remove_unfinished(folder):
+                print(f"note: deleted checkpoint {folder}, which was not complete")
         folders = step_folders(self.directory)
         self._runs = dict(files_lib.intact_runs(folders))
         # Of several processes that upload the first one, some may end before they have finished.

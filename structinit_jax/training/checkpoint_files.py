@@ -44,10 +44,12 @@ def step_folders(directory: epath.PathLike) -> list[epath.Path]:
     return [directory / name for name in sorted(names, key=int, reverse=True)]
 
 
-def remove_unfinished(folder: epath.Path) -> None:
-    """Deletes a checkpoint without `run.json`: half written, or half deleted."""
-    if not (folder / RUN).exists() and is_ours(folder):
+def remove_unfinished(folder: epath.Path) -> bool:
+    """Deletes a checkpoint without `run.json`: half written, or half deleted; returns whether."""
+    unfinished = not (folder / RUN).exists() and is_ours(folder)
+    if unfinished:
         folder.rmtree()
+    return unfinished
 
 
 def is_ours(folder: epath.Path) -> bool:

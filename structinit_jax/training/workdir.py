@@ -27,6 +27,7 @@ from structinit_jax.files import is_url, open_path, read_file
 from structinit_jax.training import distributed
 
 LOCK = ".lock"
+COMPARISON = "compare.json"  # of the workdir of `structinit_jax.compare`, which holds those of runs
 SCHEME = "attention_init."  # the fields of this section
 # How a model is computed and regularized: its trained weights do not depend on it.
 COMPUTATION = ("model.drop_path", "model.dtype", "model.remat")
@@ -47,6 +48,8 @@ def open_workdir(workdir: epath.PathLike) -> Iterator[epath.Path]:
     with contextlib.ExitStack() as locked:
         with distributed.shared_errors():
             path = prepare_workdir(workdir)
+            needs = "that of a run, such as the comparison's SETTING/seed_K"
+            require("workdir", str(workdir), needs, not (path / COMPARISON).exists())
             if jax.process_index() == 0:
                 locked.enter_context(lock_workdir(path))
         yield epath.Path(path)
@@ -90,13 +93,12 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
         yield
 
 
-def identify(workdir: epath.Path) -> str | None:
+def identify(workdir: epath.Path) -> str:
     """Returns the lock's text, or the URL: the same in all processes that share the directory."""
     multihost_utils.sync_global_devices("workdir")  # process 0 has written it
     if is_url(workdir):
         return str(workdir)
-    lock = workdir / LOCK
-    return read_file(lock).decode(errors="replace") if lock.exists() else None
+    return read_file(workdir / LOCK).decode(errors="replace")
 
 
 # -- record of a run, and resuming -----------------------------------------------------------------
