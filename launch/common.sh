@@ -37,9 +37,10 @@ need() {
   $dry_run || command -v "$1" > /dev/null || fail "$1 is not installed: $2"
 }
 
-# Fails unless flags of structinit_jax.main were given.
+# Fails unless flags of structinit_jax.main were given, with the workdir.
 need_flags() {
   (($#)) || fail "nothing to train: pass the flags of structinit_jax.main after --"
+  [[ " $*" =~ \ --?(workdir|flagfile) ]] || fail "--workdir=DIR is required after --"
 }
 
 unknown_option() {

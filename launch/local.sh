@@ -72,10 +72,10 @@ $dry_run && exit
 status=0
 for ((left = ${#pids[@]}; left > 0; left--)); do
   code=0
-  wait -n || code=$?
+  wait -n 2> /dev/null || code=$? # bash would report processes that are killed below
   while ((code > 128)) && (($(jobs -pr | wc -l) == left)); do # this script received a signal
     code=0
-    wait -n || code=$?
+    wait -n 2> /dev/null || code=$?
   done
   if ((code != 0 && status == 0)); then
     status=$code

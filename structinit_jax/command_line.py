@@ -58,8 +58,10 @@ def run(
     try:
         app.run(main, flags_parser=_parse_flags)
     except InputError as error:
-        # Texts of other libraries may quote files.
-        print("error:", printable(str(error), keep="\n"), file=sys.stderr, flush=True)
+        # Texts of other libraries may quote files. It is written at once, as processes that train
+        # together write to one terminal.
+        text = printable(str(error), keep="\n")
+        print(f"error: {text}\n", end="", file=sys.stderr, flush=True)
         _exit_now(2)
     except StoppedError as error:
         print(error, file=sys.stderr)

@@ -39,16 +39,17 @@ def programs(folder, **texts):
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [
-        ("local.sh", ["--processes=0", "--", "-"], "--processes=0 must"),
+        ("local.sh", ["--processes=0", "--", "--workdir=w"], "--processes=0 must"),
         ("local.sh", ["--processes=1"], "nothing to train"),
-        ("local.sh", ["--port=", "--", "-"], "--port needs a value"),
+        ("local.sh", ["--port=", "--", "--workdir=w"], "--port needs a value"),
         ("slurm.sh", ["--config=x"], "unknown option --config"),
-        ("slurm.sh", ["--gpus=h100", "--", "-"], "--gpus=h100 must"),
-        ("slurm.sh", ["--mounts=/a:/a", "--", "-"], "--mounts=/a:/a needs --container"),
-        ("tpu_pod.sh", ["run", "--zone=z", "--", "-"], "--name=NAME is required"),
+        ("slurm.sh", ["--nodes=1", "--", "--config=x"], "--workdir=DIR is required"),
+        ("slurm.sh", ["--gpus=h100", "--", "--workdir=w"], "--gpus=h100 must"),
+        ("slurm.sh", ["--mounts=/a:/a", "--", "--workdir=w"], "--mounts=/a:/a needs --container"),
+        ("tpu_pod.sh", ["run", "--zone=z", "--", "--workdir=w"], "--name=NAME is required"),
         ("tpu_pod.sh", ["run", *SLICE], "nothing to train"),
-        ("gke/gke.sh", ["--nodes=1", "--", "-"], "--image=IMAGE is required"),
-        ("gke/gke.sh", ["--image=x", "--tpu=v5e:4", "--", "-"], "--tpu=v5e:4 must"),
+        ("gke/gke.sh", ["--nodes=1", "--", "--workdir=w"], "--image=IMAGE is required"),
+        ("gke/gke.sh", ["--image=x", "--tpu=v5e:4", "--", "--workdir=w"], "--tpu=v5e:4 must"),
     ],
 )
 def test_mistakes_are_named(script, arguments, message):
@@ -69,11 +70,11 @@ def test_local_starts_one_process_per_gpu():
     words, _ = planned("local.sh", "--cpu_devices=3", **given)
     assert words[1] == "JAX_PLATFORMS=cpu"
     assert words[2].endswith("device_count=3")
-    result = launch("local.sh", "--processes=3", "--", "-", **given)
+    result = launch("local.sh", "--processes=3", "--", "--workdir=w", **given)
     assert result.stderr.endswith("CUDA_VISIBLE_DEVICES=4,6 has 2\n")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        result = launch("local.sh", f"--port={port}", "--", "-", PYTHON="false")
+        result = launch("local.sh", f"--port={port}", "--", "--workdir=w", PYTHON="false")
     assert result.stderr.startswith(f"error: --port={port} is in use")
 
 
@@ -85,7 +86,7 @@ trap 'sleep 0.$id; touch {tmp_path}/saved_$id; exit 75' TERM
 echo started
 for _ in {{1..400}}; do sleep 0.05; done"""
     programs(tmp_path, trainer=trainer)
-    command = [ROOT / "launch" / "local.sh", "--port=8579", "--", "--config=c"]
+    command = [ROOT / "launch" / "local.sh", "--port=8579", "--", "--workdir=w"]
     environment = os.environ | {"PYTHON": str(tmp_path / "trainer")}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         if status == 75:
@@ -113,7 +114,8 @@ def test_slurm_submits_one_task_per_gpu_and_passes_options_on():
 def test_slurm_does_not_submit_a_job_twice(tmp_path):
     path = programs(tmp_path, squeue="[[ $* != *--name=a ]] || echo 1", sbatch="echo submitted")
     for name, words in (("a", "job a is already queued"), ("b", "submitted")):
-        assert launch("slurm.sh", f"--name={name}", "--", "-", **path).stdout.startswith(words)
+        result = launch("slurm.sh", f"--name={name}", "--", "--workdir=w", **path)
+        assert result.stdout.startswith(words)
 
 
 @pytest.mark.parametrize("status", [2, 75])
