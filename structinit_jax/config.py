@@ -241,16 +241,20 @@ def set_field(config: ConfigDict, field: str, text: str) -> None:
         return set_scheme(config, text)
     fields = flatten_dict(config.to_dict(), sep=".")
     if field.startswith("attention_init."):
-        options = scheme_options(config.attention_init.name)
-        fields = dict.fromkeys(f"attention_init.{option}" for option in options) | fields
+        options = scheme_options(config.attention_init.name).items()
+        fields = {f"attention_init.{option}": default for option, default in options} | fields
     if field not in fields:
         raise InputError(f"config.{field} does not exist: {suggest(field, fields)}")
     section, _, name = field.rpartition(".")
+    owner = config[section] if section else config
+    old = fields[field]
     try:
         with config.unlocked():
-            (config[section] if section else config)[name] = _parse(text, fields[field])
+            if isinstance(old, bool | int | float | str | tuple):
+                owner[name] = old  # of an option, so that the new value must have its type
+            owner[name] = _parse(text, old)
     except (TypeError, ValueError) as error:
-        kind = f"{type(fields[field]).__name__}, such as {fields[field]}"
+        kind = f"{type(old).__name__}, such as {old}"
         raise InputError(f"config.{field}={text} must be of type {kind}") from error
 
 

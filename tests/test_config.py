@@ -156,6 +156,7 @@ def test_fields_are_set_from_text(path, text, value):
         ("learning_rate", "1e-3.5", "float"),
         ("data.drop_remainder", "maybe", "bool"),
         ("attention_init.kernel", "5", "'attention_init.kernel_size'"),
+        ("attention_init.target_mass", "abc", "float"),
     ],
 )
 def test_other_text_and_fields_are_refused(path, text, word):
