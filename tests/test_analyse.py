@@ -184,13 +184,20 @@ def test_measures_are_drawn_by_layer(tmp_path, monkeypatch):
     assert lines[1] == [(2, 0.5), (2, 0.5)]
 
 
-def test_a_run_is_not_compared_with_the_start_of_another(
+def test_a_run_is_not_compared_with_the_start_of_another_and_schemes_with_each_other(
     run_config, finished_run, tmp_path, monkeypatch
 ):
     flags = dict(workdir=finished_run.workdir, schemes=[], num_images=8, step=None)
     monkeypatch.setattr(analyse, "FLAGS", types.SimpleNamespace(**flags))
     monkeypatch.setattr(command_line, "read_config", lambda overrides: run_config)
     monkeypatch.setattr(command_line, "out_folder", lambda default: tmp_path)
+    analyse.FLAGS.schemes = ["default", "impulse"]
+    analyse.main([])
+    first, second = json.loads((tmp_path / "analysis.json").read_text())["models"]
+    assert (first["name"], second["name"]) == ("default", "impulse")
+    masses = [model["layers"][0]["measures"]["neighbor_mass"] for model in (first, second)]
+    assert max(masses[0]) < 0.1 < min(masses[1])
+    analyse.FLAGS.schemes = []
     run_config.seed = 9
     with pytest.raises(InputError, match=r"\n  seed: 0 -> 9\n"):
         analyse.main([])
