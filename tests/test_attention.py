@@ -53,17 +53,18 @@ def attend_and_differentiate(attend):
         (dict(pool="class_token"), [1, 1]),  # an odd number of tokens
         (dict(pool="class_token", positions="rope"), [1, 1]),
         (dict(remat="dots"), [2, 1]),
-        (dict(remat="full", depth=1), [2, 1]),
+        (dict(remat="full"), [2, 1]),
     ],
 )
 def test_cuda_programs_call_cudnn_and_hold_no_maps(cudnn, changes, expected):
-    program = lower(gradient(make("vit", **BF16, **changes)), IMAGES)
+    # One block, since JAX 0.10 shares the text of equal calls.
+    program = lower(gradient(make("vit", **BF16, depth=1, **changes)), IMAGES)
     assert calls(program) == expected
     assert not re.search("x2x(16x16|17x17|18x18)x", program)
 
 
 def test_runs_under_vmap_share_one_call(cudnn):
-    model = make("vit", **BF16, pool="class_token")
+    model = make("vit", **BF16, depth=1, pool="class_token")
     images = jnp.stack([IMAGES, -IMAGES])
     assert calls(lower(jax.vmap(gradient(model)), images)) == [1, 1]
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), model)
