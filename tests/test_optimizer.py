@@ -77,6 +77,11 @@ def make_optimizer(learning_rate, decayed=None, stacks=(), **fields):
     return build.make_optimizer(config, learning_rate, model)
 
 
+def test_a_function_that_takes_no_learning_rate_is_refused():
+    with pytest.raises(InputError, match=r"^config\.optimizer='optax:l2_loss' must be a function"):
+        make_optimizer(lambda step: 0.1, optimizer="optax:l2_loss")
+
+
 def test_updates_are_clipped_adamw(library_promotion):
     fields = dict(clip_norm=0.5, weight_decay=0.1, adam_b2=0.9, adam_epsilon=1e-3)
     params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}

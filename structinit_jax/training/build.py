@@ -207,6 +207,8 @@ def make_optimizer(
         )
     make = find(config.optimizer, {"adamw": optimizer_lib.adamw}, "config.optimizer")
     parameters = inspect.signature(make).parameters
+    needs = "a function with the parameter learning_rate"
+    require("config.optimizer", config.optimizer, needs, "learning_rate" in parameters)
     options = {name: value for name, value in config.items() if name in parameters}
     optimizer = make(**options | {"learning_rate": learning_rate})
     return optimizer_lib.by_layer(optimizer, model.stacks)
