@@ -44,8 +44,6 @@ from structinit_jax.data.folder import title
 from structinit_jax.files import replace_files
 from structinit_jax.training import workdir as workdir_lib
 
-MAPS = ("maps.npz", "maps.png")
-
 
 def define_flags() -> None:
     """Defines the flags of this command alone."""
@@ -65,16 +63,18 @@ def write(snapshots: list[Snapshot], subject: str, out: Path) -> None:
         models.append(dict(name=snapshot.name, layers=layers))
     content = dict(subject=subject, models=models)
     text = json.dumps(content, indent=1, default=np.ndarray.tolist)
-    for name in MAPS:  # those of an earlier call, since a ConvMixer has none
-        (out / name).unlink(missing_ok=True)
+    has_maps = snapshots[0].layers[0].maps is not None
     with replace_files(out) as new:
         (new / "analysis.json").write_text(text + "\n", encoding="utf-8")
         figures.draw_by_layer(snapshots, f"Measures by layer: {subject}", new / "by_layer.png")
-        if snapshots[0].layers[0].maps is not None:
+        if has_maps:
             figures.draw_snapshots(snapshots, f"Attention maps: {subject}", new / "maps.png")
             layers = [(s.name, layer) for s in snapshots for layer in s.layers]
             maps = {f"{name}/layer {layer.name}": layer.maps for name, layer in layers}
             np.savez_compressed(new / "maps.npz", **maps)
+    if not has_maps:
+        for name in ("maps.npz", "maps.png"):  # of another model
+            (out / name).unlink(missing_ok=True)
 
 
 def main(overrides: command_line.Overrides) -> None:

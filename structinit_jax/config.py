@@ -249,10 +249,12 @@ def set_field(config: ConfigDict, field: str, text: str) -> None:
     owner = config[section] if section else config
     old = fields[field]
     try:
+        value = _parse(text, old)
+        # ConfigDict does not know the types of options that the config has not set.
+        if isinstance(old, int | float) and isinstance(value, str):
+            raise TypeError
         with config.unlocked():
-            if isinstance(old, bool | int | float | str | tuple):
-                owner[name] = old  # of an option, so that the new value must have its type
-            owner[name] = _parse(text, old)
+            owner[name] = value
     except (TypeError, ValueError) as error:
         kind = f"{type(old).__name__}, such as {old}"
         raise InputError(f"config.{field}={text} must be of type {kind}") from error
