@@ -191,11 +191,12 @@ def test_a_run_is_not_compared_with_the_start_of_another_and_schemes_with_each_o
     monkeypatch.setattr(analyse, "FLAGS", types.SimpleNamespace(**flags))
     monkeypatch.setattr(command_line, "read_config", lambda overrides: run_config)
     monkeypatch.setattr(command_line, "out_folder", lambda default: tmp_path)
+    snapshots = []
+    monkeypatch.setattr(analyse, "write", lambda found, *_: snapshots.extend(found))
     analyse.FLAGS.schemes = ["default", "impulse"]
     analyse.main([])
-    first, second = json.loads((tmp_path / "analysis.json").read_text())["models"]
-    assert (first["name"], second["name"]) == ("default", "impulse")
-    masses = [model["layers"][0]["measures"]["neighbor_mass"] for model in (first, second)]
+    assert [snapshot.name for snapshot in snapshots] == ["default", "impulse"]
+    masses = [snapshot.layers[0].measures["neighbor_mass"] for snapshot in snapshots]
     assert max(masses[0]) < 0.1 < min(masses[1])
     analyse.FLAGS.schemes = []
     run_config.seed = 9
