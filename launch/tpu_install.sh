@@ -6,11 +6,13 @@
 # ~/installed says that the worker is ready. What fails is named on the caller's terminal.
 
 set -euo pipefail
+cd "$(dirname "$0")/.."
+# shellcheck source=launch/common.sh
+source launch/common.sh
 if [[ ${1:-} == --help ]]; then
-  sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+  show_help
   exit
 fi
-cd "$(dirname "$0")/.."
 rm -f ~/installed
 exec 3>&2 > ~/install.log 2>&1
 finish() {

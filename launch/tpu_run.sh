@@ -7,11 +7,13 @@
 # an unknown flag, this script ends with its status.
 
 set -euo pipefail
+cd "$(dirname "$0")/.."
+# shellcheck source=launch/common.sh
+source launch/common.sh
 if [[ ${1:-} == --help ]]; then
-  sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+  show_help
   exit
 fi
-cd "$(dirname "$0")/.."
 
 # The program inherits the lock and releases it when it ends.
 exec 9> ~/run.lock

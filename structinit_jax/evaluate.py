@@ -48,9 +48,12 @@ def restore_model(
     """
     directory = open_path(workdir) / "checkpoints"
     number = checkpoint.find_step(directory, step)
-    steps = ", ".join(folder.name for folder in checkpoint.step_folders(directory)) or "none"
-    needs = f"a run with an intact checkpoint for step={step!r}; it has {steps}"
-    require("workdir", str(workdir), needs, number is not None)
+    if number is None:
+        steps = ", ".join(folder.name for folder in checkpoint.step_folders(directory)) or "none"
+        raise InputError(
+            f"workdir={str(workdir)!r} must be a run with an intact checkpoint for step={step!r}; "
+            f"it has {steps}"
+        )
     saved = checkpoint.read_run(directory, number)["config"]
     place = f"step {number} in {workdir}"
     if changed := workdir_lib.check_config(saved, config, must_stay, place):
