@@ -1,4 +1,4 @@
-"""Compares our configs with the authors' programs: recipes, and initial weights.
+"""Compares our configs with the authors' programs: recipes and initial weights.
 
     python benchmarks/fidelity.py 2024 CHECKOUT    # github.com/osiriszjq/structured_init
     python benchmarks/fidelity.py 2025 CHECKOUT    # .../structured_initialization
@@ -6,7 +6,7 @@
 
 CHECKOUT is the timm folder inside the repository, at commit 48b59c3 or 2623dcc; this needs torch.
 Each distinct initialization in configs/papers.csv is compared once and appended to
-benchmarks/results/fidelity.csv; those that are there are skipped. The recipes of the programs are
+benchmarks/results/fidelity.csv; those already there are skipped. The recipes of the programs are
 in tests/references/programs.json, recorded by tests/references/make_programs.py.
 """
 
@@ -92,7 +92,7 @@ def decayed(config) -> list[str]:
 
 
 def kind(name: str) -> str:
-    """Returns a weight's name without the number of its block."""
+    """Returns a weight's name without its block number."""
     return re.sub(r"blocks\.\d+\.", "blocks.", name)
 
 
@@ -128,7 +128,7 @@ def distinct_initializations() -> list[tuple]:
     """Returns a config for each distinct initialization in papers.csv, with its rows there.
 
     All have 1,000 classes, enough to compare the head's bias. ViTs and ConvMixers have three
-    layers: the first, the second and those after it are all that the programs tell apart. The
+    layers, because the programs only distinguish the first, the second and all later ones. The
     scheme `default` is the same for any number of heads.
     """
     found = {}
@@ -150,7 +150,7 @@ def distinct_initializations() -> list[tuple]:
 
 
 def program_model(config, row: dict) -> tuple[str, dict] | None:
-    """Returns name and arguments of the authors' model; None if no program of theirs has it."""
+    """Returns the name and arguments of the authors' model, or None if no program has it."""
     model = config.model
     init = config.attention_init
     size = config.data.image_size
@@ -206,9 +206,9 @@ class Program:
         self.source = inspect.getsource(vision_transformer.impulse_init)
 
     def initialize(self, name, arguments, seed, steps, offsets):
-        """Returns the weights, and the losses that `impulse_init` of 2024 prints.
+        """Returns the weights and the losses that the 2024 program's `impulse_init` prints.
 
-        Its heads take `offsets` [L, h] instead of drawing them.
+        Its heads use `offsets` [L, h] instead of drawing them.
         """
         from timm import create_model
 
@@ -230,8 +230,8 @@ class Program:
 def statistics(weights: dict, heads: int) -> dict[str, tuple[float, float, int]]:
     """Returns the root mean square of each weight over all layers, its standard error and size.
 
-    Of attention these are each head's, and the mean diagonal of Q Kᵀ and of projection times V is
-    there too. The errors are those of independent values; layers that are equal count once.
+    Attention weights are listed by head, along with the mean diagonals of Q Kᵀ and of projection
+    times V. The standard errors assume independent values; identical layers count once.
     """
     layers = {}
     for name, value in weights.items():
@@ -262,7 +262,7 @@ def statistics(weights: dict, heads: int) -> dict[str, tuple[float, float, int]]
 
 
 def compare(config, rows, seed, program: Program) -> dict:
-    """Returns one row of the results: how far ours are from the program's weights."""
+    """Returns one row of the results: how far our weights are from the program's."""
     row = rows[0]
     heads = config.model.num_heads if config.model.name == "vit" else 0
     steps = num_steps(config)
@@ -339,7 +339,7 @@ def compare_weights(paper: str, checkout: str):
 
 
 def num_steps(config) -> int:
-    """Returns the number of Adam steps that both programs take, 0 if the scheme does not."""
+    """Returns the number of Adam steps that both programs take, or 0 if the scheme takes none."""
     is_iterative = config.attention_init.name == "impulse_2024" and config.model.name == "vit"
     return STEPS if is_iterative else 0
 

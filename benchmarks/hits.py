@@ -1,9 +1,9 @@
-"""Shares of tokens that attend most to their head's neighbor, in models of torch libraries.
+"""Shares of tokens that attend most to their head's neighbor, in models from PyTorch libraries.
 
     python benchmarks/hits.py --out=hits.md
 
-`impulse` in models with the random weights of their libraries, on crops of the two photographs that
-scikit-learn contains. Needs torch, timm, torchvision, transformers and scikit-learn.
+Applies `impulse` to models with the random weights of their libraries, on crops of scikit-learn's
+two photographs. Needs torch, timm, torchvision, transformers and scikit-learn.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def quiet(params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def photographs() -> torch.Tensor:
-    """Returns random square crops [CROPS, 3, SIZE, SIZE] of two photographs, as timm has them."""
+    """Returns random square crops [CROPS, 3, SIZE, SIZE] of photographs, normalized as in timm."""
     rng, sources, crops = np.random.default_rng(0), load_sample_images().images, []
     for index in range(CROPS):
         image = sources[index % 2]
@@ -86,7 +86,7 @@ def photographs() -> torch.Tensor:
 def hit_rate(maps: np.ndarray, side: int) -> float:
     """Returns the share of tokens that attend most to the neighbor at their head's offset.
 
-    The offset of a head is the most frequent one between a token and the token that it attends to
+    A head's offset is the most frequent offset between a token and the token that it attends to
     most. `maps` is [images, heads, N, N] for N = side² tokens; tokens without that neighbor do not
     count.
     """
@@ -95,9 +95,9 @@ def hit_rate(maps: np.ndarray, side: int) -> float:
     for head in range(maps.shape[1]):
         offsets = np.stack([y[strongest[:, head]] - y, x[strongest[:, head]] - x], axis=-1)
         offsets, counts = np.unique(offsets.reshape(-1, 2), axis=0, return_counts=True)
-        neighbors = np.prod(side - abs(offsets), axis=1)  # tokens with one at this offset
-        # Of equally frequent offsets the one of most tokens: if all attend to the same token, each
-        # offset occurs once, and one that a single token has would count as a convolution.
+        neighbors = np.prod(side - abs(offsets), axis=1)  # tokens with a neighbor there
+        # Ties go to the offset that most tokens have: if all tokens attend to the same one, each
+        # offset occurs once, and an offset that a single token has would count as a convolution.
         best = np.lexsort((neighbors, counts))[-1]
         rates.append(counts[best] / (len(maps) * neighbors[best]))
     return float(np.mean(rates))

@@ -5,8 +5,8 @@
 JPEGs of 500×375 (typical of ImageNet) and 1600×1200 pixels become 224² random resized crops,
 uint8, bilinear or bicubic at random. Ours is the trainer's pipeline up to the copy to devices:
 decode, crop, resize and batch in threads. The peer is a DataLoader without workers, with timm's
-transforms up to the same point: decoding and RandomResizedCropAndInterpolation in Pillow, and the
-array that timm's fast collate takes.
+transforms up to the same point: decoding and RandomResizedCropAndInterpolation in Pillow, and
+conversion to the array that timm's fast collate takes.
 
 Each loader runs on one core. Times are processor times, medians of interleaved rounds, to limit the
 influence of other processes; `ratio` is the median of ours over PyTorch's in the same round.
@@ -36,8 +36,8 @@ SIZES = ("500x375", "1600x1200")
 IMAGE_SIZE, BATCH_SIZE = 224, 64
 FILES = 32
 BATCHES = 30  # timed
-ROUNDS = 5  # whose median counts
-# Batches beyond the timed ones, so that a loader that reads ahead does so to the end.
+ROUNDS = 5  # the median is reported
+# Batches after the timed ones, so that a loader that reads ahead does so until timing ends.
 READ_AHEAD = 8
 
 
@@ -96,7 +96,7 @@ def torch_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
 
 
 def import_torch():
-    """Imports PyTorch on one thread, and torchvision."""
+    """Imports torchvision, and PyTorch with one thread."""
     runpy.run_path(str(IMPORT_TORCHVISION))
     import torch
 
@@ -117,7 +117,7 @@ def measure(loader, folder: Path) -> float:
 
 
 def measure_apart(size: str, loader: str, folder: str, flags) -> float | None:
-    """Measures in a separate process; None, with the reason, if the loader is not installed."""
+    """Measures in a separate process; prints the reason and returns None if that fails."""
     python = flags.torch_python if loader == "torch" else sys.executable
     command = [python, __file__, f"--measure={loader}", f"--folder={folder}"]
     result = subprocess.run(command, capture_output=True, text=True)

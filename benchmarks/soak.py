@@ -2,10 +2,10 @@
 
     python benchmarks/soak.py --out=soak.json
 
-Processes of the public command train a tiny ViT on digits and receive SIGKILL, fifty times: some
-while they start or restore, most while they train and write checkpoints. The same command then
-resumes. At the end, all arrays of the last checkpoint (optimizer state included) and all lines of
-metrics.jsonl (except for timings) must be bit-identical to those of the undisturbed run.
+The public command trains a tiny ViT on digits and is killed (SIGKILL) fifty times: sometimes while
+it starts or restores, mostly while it trains and writes checkpoints. Each time, the same command
+resumes the run. At the end, all arrays of the last checkpoint (optimizer state included) and all
+lines of metrics.jsonl (except for timings) must be bit-identical to those of the undisturbed run.
 """
 
 import argparse
@@ -40,13 +40,13 @@ CONFIG = [
 ]
 KILLS, STEPS = 50, 2000
 EARLY = 0.2  # probability of a kill before the first step
-SKIPPED = "note: skipping checkpoint"  # how a run begins a line about a damaged one
+SKIPPED = "note: skipping checkpoint"  # start of a line about a damaged checkpoint
 TIMES = ("images_per_second", "data_wait", "checkpoint_wait", "evaluation_wait")
 TIMES += ("init/seconds", "init/compile_seconds")
 
 
 class Run:
-    """A process of the command, whose output goes to a file that can be read while it runs."""
+    """A process running the command; its output goes to a file that can be read meanwhile."""
 
     def __init__(self, folder: Path, name: str, steps: int):
         self.workdir = folder / name
@@ -84,7 +84,7 @@ class Run:
 
 
 def find_moment(run: Run) -> str:
-    """Infers from its files what the killed process was doing."""
+    """Infers from the files of a killed run what it was doing."""
     if "first step after" not in run.text():
         return "starting"
     newest = checkpoint.step_folders(run.workdir / "checkpoints")[:1]
@@ -93,7 +93,7 @@ def find_moment(run: Run) -> str:
 
 
 def soak(folder: Path, kills: int, steps: int) -> tuple[dict, Path, Path]:
-    """Runs both and prints each kill; returns the kills and the two workdirs."""
+    """Runs both and prints each kill; returns the kill statistics and the two workdirs."""
     whole = Run(folder, "whole", steps)
     start = whole.wait_for("first step after")
     whole.end(kill=False)
@@ -134,7 +134,7 @@ def soak(folder: Path, kills: int, steps: int) -> tuple[dict, Path, Path]:
 
 
 def final_state(workdir: Path) -> tuple[int, dict[str, bytes]]:
-    """Returns step and arrays of the newest checkpoint."""
+    """Returns the step and arrays of the newest checkpoint."""
     newest = checkpoint.step_folders(workdir / "checkpoints")[0]
     with ocp.PyTreeCheckpointer() as reader:
         leaves = jax.tree.leaves_with_path(reader.restore(newest / "state"))

@@ -2,18 +2,17 @@
 
     python benchmarks/solve.py --out=solve.json
 
-On sin-cos positions, `impulse` competes with algorithm 1 of the 2024 paper (`impulse_2024`, which
-takes the steps of the authors' program): 10,000 Adam steps on the full Q and K of every head of one
-layer, whose weights all layers then share, as in the paper's main results. PyTorch is timed for 50
-steps if it is installed. On learned positions that are kept, it competes with the closed form of
-the 2025 paper (`impulse_2025`).
+On sin-cos positions, `impulse` is compared with algorithm 1 of the 2024 paper (`impulse_2024`,
+which takes the steps of the authors' program): 10,000 Adam steps on the full Q and K of every head
+of one layer, whose weights all layers then share, as in the paper's main results. If PyTorch is
+installed, 50 steps of algorithm 1 are also timed in PyTorch. On learned positions that are kept,
+`impulse` is compared with the closed form of the 2025 paper (`impulse_2025`).
 
-Times are those of all weights of a model, cold (the first call, with compilation) and warm.
-`impulse` draws different weights for every layer. How close maps get to their targets depends on
-the norm of Q and K, so losses are compared at the norm at which the other procedure ends. A map
-depends on the product Q Kᵀ, and algorithm 1 ends with a K that is about h^1/2 times longer than Q:
-the norm is the geometric mean of both, which the same product has when it is shared evenly between
-Q and K.
+Times are for all weights of a model, cold (the first call, with compilation) and warm. `impulse`
+draws different weights for every layer. How close maps get to their targets depends on the norm of
+Q and K, so losses are compared at the norm at which the other procedure ends. A map depends on the
+product Q Kᵀ, and algorithm 1 ends with a K that is about h^1/2 times longer than Q. The norm used
+is therefore the geometric mean of both: the norm of each if they shared the product evenly.
 """
 
 import argparse
@@ -63,7 +62,7 @@ def make_site(name: str) -> AttentionSite:
 
 
 def with_learned_positions(site: AttentionSite) -> AttentionSite:
-    """Returns the site with positions as they start in the 2025 paper."""
+    """Returns the site with positions initialized as in the 2025 paper."""
     shape = (site.num_tokens, site.width)
     positions = 0.02 * jax.random.truncated_normal(jax.random.key(1), -2, 2, shape)
     return dataclasses.replace(site, positions=positions, positions_trainable=True)
@@ -95,8 +94,8 @@ def impulse_at_norm(site: AttentionSite, weights: AttentionWeights) -> dict:
         z, _ = learned_row_space(layer_norm(18.0 * site.positions))
     else:
         z, _ = row_space(layer_norm(np.asarray(site.positions)))
-    # The targets of one layer, each as often as heads have it. At so large a norm, the solve needs
-    # the small steps that `impulse` takes for learned positions.
+    # The targets of one layer, one per head. At such a large norm, the solve needs the small steps
+    # that `impulse` takes for learned positions.
     targets = np.asarray(weights.targets)[np.asarray(weights.filter_index)[0]]
     sizes = dict(head_dim=site.head_dim, qk_scale=site.qk_scale)
     options = {key: LEARNED_SOLVE[key] for key in ("learning_rate", "steps")}
@@ -108,7 +107,7 @@ def impulse_at_norm(site: AttentionSite, weights: AttentionWeights) -> dict:
 
 
 def time_algorithm_1_in_torch(site: AttentionSite) -> float | None:
-    """Times steps of algorithm 1 in eager PyTorch; returns the seconds of all steps."""
+    """Times algorithm 1 in eager PyTorch; returns the seconds, extrapolated to all steps."""
     try:
         import torch
     except ImportError:

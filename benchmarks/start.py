@@ -2,7 +2,7 @@
 
     python benchmarks/start.py --out=benchmarks/results/start.json
 
-A cold run starts with an empty compilation cache, a warm one with the cache of the cold run before.
+A cold run starts with an empty compilation cache, a warm run with that of the preceding cold run.
 """
 
 import argparse
@@ -17,14 +17,14 @@ import time
 import jax
 
 CONFIG = "configs/vit_t_digits.py"
-# Start of a line of the program -> name of the time at which it appears.
+# Start of an output line -> name of the time at which the line appears.
 MARKS = {
     "devices:": "set up",
     "attention_init": "solved",
     "training on": "train step compiled",
     "first step after": "first step",
 }
-# Some installers compile no bytecode, and without it imports take three times as long. As on a
+# Some installers do not compile bytecode, and imports take three times as long without it. As on a
 # user's machine, the first import writes it.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
 ROUNDS = 5

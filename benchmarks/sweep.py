@@ -6,9 +6,9 @@
 
 A small model leaves a GPU almost idle. Here one program, the trainer's step under `jax.vmap`,
 advances all runs at once. Each has the weights, batches and augmentation that `main` would give it
-with its scheme and seed, if the config has the model fields that the scheme needs. A rate
-multiplies the whole schedule of the learning rate. On an H200, 125 runs of this config (938 steps)
-took 64 s once compiled. Only the accuracies are saved.
+for its scheme and seed, if the config has the model fields that the scheme needs. A rate multiplies
+the whole learning rate schedule. On an H200, 125 runs of this config (938 steps) took 64 s once
+compiled. Only the accuracies are saved.
 """
 
 import ast
@@ -78,7 +78,7 @@ def make_step(
     factors: np.ndarray,
     seeds: np.ndarray,
 ) -> Callable:
-    """Returns the step of all runs, `(state, batches of the seeds) -> state`."""
+    """Returns the step for all runs, `(state, batches of the seeds) -> state`."""
 
     def step_of_run(state, factor, seed, batch):
         def learning_rate(step):
@@ -143,7 +143,7 @@ def sweep(
     def init(params, model_state):
         return TrainState(jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params))
 
-    # As the step returns it: otherwise the second step would be compiled, too.
+    # Laid out as the step returns it; otherwise the second step would be compiled, too.
     init = jax.vmap(jax.vmap(init, out_axes=STATE), out_axes=STATE)
     state = jax.jit(init, out_shardings=sharding.replicated(mesh))(*weights)
     step = make_step(config, model, schedule, np.repeat(np.float32(rates), len(schemes)), seeds)

@@ -10,17 +10,17 @@ On one GPU, with every variant of the step:
     python benchmarks/train_step.py --torch_python=TORCH/bin/python --big_vision=CHECKOUT \
         --rows ViT-B/16 --batch=128 --dtype=bfloat16 --programs all --steps=20 --out=h100.json
 
-A step is forward pass, backward pass and AdamW on random images. Ours is the trainer's own step,
-which also computes gradient norms; without augmentation unless the program's name has it, which is
-then that of the ImageNet recipe except for the crop of the large images, the host's work. timm uses
-fused attention and, in bfloat16, autocast. big_vision is its models/vit.py with a class token and
-optax's AdamW, unrolled, and under its scan, which recomputes every block. Its GELU is the tanh
-approximation ("as published"); the other rows replace it by the exact one, which timm and ours
-compute.
+A step is a forward pass, a backward pass and AdamW on random images. Ours is the trainer's own
+step, which also computes gradient norms. Only the program with "augmentation" in its name augments
+images, as in the ImageNet recipe but without the random crops, which are made on the host. timm
+uses fused attention and, in bfloat16, autocast. big_vision is its models/vit.py with a class token
+and optax's AdamW, both unrolled and under its scan, which recomputes every block. Its GELU is the
+tanh approximation ("as published"); the other rows replace it with the exact one, which timm and
+ours compute.
 
-Every program runs in a process of its own, and those of a row take turns, so that other load on
-the machine meets all of them; on a GPU they share its memory. Peers that are not given are left
-out. Temporaries and calls of cuDNN's attention are those of XLA's compiled step; timm has no such
+Each program runs in its own process. The programs of a row take turns, so that other load on the
+machine affects all of them; on a GPU they share its memory. Peers whose paths are not given are
+left out. Temporaries and cuDNN attention calls are those of XLA's compiled step; timm has no such
 numbers.
 """
 
@@ -43,7 +43,7 @@ IMPORT_TORCHVISION = Path(__file__).parents[1] / "tests" / "references" / "impor
 
 
 class Row(NamedTuple):
-    """A model under its names in each program, and the size of a batch and an image."""
+    """The names of a model in each program, and its batch and image sizes."""
 
     ours: str
     timm: str
@@ -83,7 +83,7 @@ BIG_VISION = {  # options of the model, and whether its GELU is exact
 }
 DEFAULT_PROGRAMS = ("structinit_jax", "timm", *BIG_VISION)
 AUGMENT = dict(flip=0.5, rand_augment="rand-m9-mstd0.5-inc1", erasing=0.25, mixup=0.8, cutmix=1.0)
-Step = Callable[[], Any]  # runs one step to its end
+Step = Callable[[], Any]  # runs one step to completion
 
 
 def compile_step(step, *arguments) -> tuple[Any, dict[str, float]]:
@@ -234,7 +234,7 @@ def random_batch(row: Row) -> tuple[np.ndarray, np.ndarray]:
 
 
 def work(program: str, row: Row, flags: argparse.Namespace) -> None:
-    """Prints the costs of a program's step, then its seconds for each line that is read."""
+    """Prints the costs of a program's step, then times one step for each line of stdin."""
     with contextlib.redirect_stdout(sys.stderr):
         if program in TIMM:
             run, costs = make_timm(row, program, flags.dtype)
@@ -303,7 +303,7 @@ def main() -> None:
         "--programs", nargs="+", default=DEFAULT_PROGRAMS, choices=(*programs, "all")
     )
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--batch", type=int, help="images in a batch, if not the row's own")
+    parser.add_argument("--batch", type=int, help="batch size (default: the row's own)")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each program")
     parser.add_argument("--steps", type=int, default=3, help="steps of each program in a round")
     parser.add_argument("--torch_python", default="", help="Python that has torch and timm")

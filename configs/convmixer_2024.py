@@ -5,12 +5,12 @@
 
 Paper: "Structured Initialization for Attention in Vision Transformers" (2024), section 5.5. Pass
 the row after a colon: the model, convmixer_256_8, convmixer_512_6 or convmixer_512_8; the kernel
-size, 3, 5 or 8; the filters, trained or fixed: at random values, the paper's impulses
-(impulse_2024), boxes, or our impulses (impulse), which are larger. Fixed filters keep their biases
-too. For filters with several drawn places, as in the program, add
+size, 3, 5 or 8; the filters: trained, or fixed at random values (random), the paper's impulses
+(impulse_2024), boxes (box) or our impulses (impulse), which are larger. The biases of fixed filters
+are fixed, too. For filters with several nonzero entries at random places, as in the program, add
 --config.attention_init.name=impulse_2024 and --config.attention_init.taps=4.
 
-From the text: learning rate 0.01, 100 epochs, all else as for ViT (vit_2024_small.py). From the
+From the text: learning rate 0.01, 100 epochs, otherwise as for ViT (vit_2024_small.py). From the
 program (github.com/osiriszjq/structured_init): the scale of the filters, and depth 6 at width 512,
 where the text says 8. Not stated anywhere: the command for ConvMixer.
 

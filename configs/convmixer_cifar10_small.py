@@ -1,9 +1,9 @@
-"""A ConvMixer on 5,000 of CIFAR-10's images, for comparison with the ViT of vit_cifar10_small.py.
+"""A ConvMixer on 5,000 CIFAR-10 images, for comparison with the ViT of vit_cifar10_small.py.
 
     python -m structinit_jax.main --config=configs/convmixer_cifar10_small.py --workdir=DIR \
         --config.data.data_dir=IMAGES
 
-The width, the depth, the patches and the recipe are those of the ViT. The learning rate is the best
+Width, depth, patch size and recipe are the same as for the ViT. The learning rate is the best
 of 1e-3, 2e-3, 5e-3 and 1e-2 on validation images. Filters start as in PyTorch.
 
 Hardware: one CPU core. Time: 8 minutes.

@@ -6,17 +6,17 @@
 Pass the row after a colon: the data set, cifar10, cifar100, stl10, oxford_flowers102,
 oxford_iiit_pet or food101; then the model, swin_tiny_patch4_window7_224 (the default),
 swin_base_patch4_window7_224, mixer_s16_224 or mixer_b16_224; then the scheme, impulse (the
-default), mimetic or default. The paper trains its Mixer on CIFAR-10 only; its size is not known to
-us.
+default), mimetic or default. The paper trains its Mixer, whose size we do not know, on CIFAR-10
+only.
 
 The paper's closed form is for attention with positions; we do not know how the authors applied it
-to these two families. `impulse` is our own, in Swin's relative position bias and in Mixer's
-token-mixing MLPs. The recipe is as in vit_2025_small.py, but all schemes start from timm's base
-initialization, since we do not know which one the authors used here; PyTorch's is
+to these two families. `impulse` is our own; it initializes Swin's relative position bias and
+Mixer's token-mixing MLPs. The recipe is as in vit_2025_small.py, but all schemes start from timm's
+base initialization, because we do not know which one the authors used here; for PyTorch's, pass
 --config.model.base_init=pytorch.
 
 Hardware: one GPU or more. Time: not measured.
-Accuracy to expect: unknown, since configs/papers.csv lacks the published ones; not run here.
+Accuracy to expect: unknown (the published figures are not in configs/papers.csv); not run here.
 """
 
 from pathlib import Path

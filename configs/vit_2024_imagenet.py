@@ -10,10 +10,10 @@ impulse; then the kernel size of the impulses, 3 (the default) or 5.
 
 From the text: 300 epochs "with the settings of ConvMixer". The authors' command
 (github.com/osiriszjq/structured_init) has other settings, and this file follows the command: eight
-processes of 512 images, learning rate 4e-3, 50 epochs of warm-up, weight decay 0.05, mixup 1.0,
-cutmix 0.8, random erasing, mixed precision (there float16, here bfloat16). From their program: all
-but truncated_normal start the whole model from PyTorch's defaults (`model.base_init`); mean,
-standard deviation and test crop are as in timm's vit_tiny_patch16_224.
+processes with 512 images each, learning rate 4e-3, 50 epochs of warm-up, weight decay 0.05, mixup
+1.0, cutmix 0.8, random erasing, mixed precision (float16 there, bfloat16 here). From their program:
+all rows except truncated_normal start the whole model from PyTorch's defaults (`model.base_init`);
+mean, standard deviation and test crop are as in timm's vit_tiny_patch16_224.
 
 Hardware: 8 or more data-center GPUs or TPUs. Time: not measured.
 Accuracy to expect: the published figures are in configs/papers.csv; not run here.

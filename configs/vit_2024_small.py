@@ -6,24 +6,25 @@
 Paper: "Structured Initialization for Attention in Vision Transformers" (2024), section 5.2. Pass
 the row after a colon: the data set, cifar10, cifar100 or svhn_cropped; then the model,
 vit_tiny_patch2_32 (the default), vit_tiny_h8_patch2_32, vit_small_patch2_32,
-vit_small_h16_patch2_32, or of depth 8 vit_wD_hH_patch2_32 with width D of 64, 128, 256 or 512 and
-H of 4, 8, 16 or 32 heads; then the initialization, impulse_2024 (the default, and the paper's),
+vit_small_h16_patch2_32 or, with depth 8, vit_wD_hH_patch2_32 (width D: 64, 128, 256 or 512; heads
+H: 4, 8, 16 or 32); then the initialization, impulse_2024 (the default, and the paper's),
 mimetic, truncated_normal or kaiming_uniform (the scheme default with timm's and PyTorch's base), or
 our impulse; then the kernel size of the impulses, 3 (the default) or 5.
 
-Table 1 varies --config.model.positions=learned and --config.model.pool=class_token of ViT-T; its
-initialization is not stated, and configs/papers.csv takes truncated_normal. Table 6 varies the
-pseudo inputs of the solve, --config.attention_init.first_input=uniform and
---config.attention_init.following_input=uniform; its right half has
+Table 1 varies ViT-T with --config.model.positions=learned and --config.model.pool=class_token; its
+initialization is not stated, and configs/papers.csv uses truncated_normal. Table 6 varies the
+pseudo inputs of the solve with --config.attention_init.first_input=uniform and
+--config.attention_init.following_input=uniform; its right half uses
 --config.attention_init.same_layers=False. The solve follows the program, which also rescales the
-weights; algorithm 1 as printed has --config.attention_init.rescale=False.
+weights; for algorithm 1 as printed, pass --config.attention_init.rescale=False.
 
 From the text: AdamW, learning rate 1e-3, weight decay 0.01, batch 512, 200 epochs, RandAugment.
 From the authors' command (github.com/osiriszjq/structured_init): the schedule, epsilon 1e-3,
-clipping at 3, timm's variant of RandAugment, no crops, label smoothing 0.1, mixed precision (there
-float16, here bfloat16). From their program: all but truncated_normal start the whole model from
-PyTorch's defaults (`model.base_init`). Not stated anywhere: the mean and standard deviation of the
-pixels (here the data set's own), and the command for widths of 64 to 512 (here the same recipe).
+clipping at 3, timm's variant of RandAugment, no crops, label smoothing 0.1, mixed precision
+(float16 there, bfloat16 here). From their program: all rows except truncated_normal start the whole
+model from PyTorch's defaults (`model.base_init`). Not stated anywhere: the mean and standard
+deviation of the pixels (here the data set's own), and the command for widths of 64 to 512 (here the
+same recipe).
 
 Hardware: one GPU. Time: not measured.
 Accuracy to expect: the published figures are in configs/papers.csv; not run here.

@@ -9,15 +9,15 @@ rows keep the learned positions.
 
 All settings are from the authors' command (github.com/osiriszjq/structured_initialization):
 learning rate 1e-3, every image three times, so that an epoch sees a third of the images, and one
-lambda of mixup for 64 images (sixteen processes; their rebuttal has eight GPUs of 128 images,
+mixup lambda per 64 images (sixteen processes; their rebuttal uses eight GPUs with 128 images each,
 --config.augment.mix_group=128). From the program: all rows start the whole model from PyTorch's
 defaults (`model.base_init`). Not stated anywhere: a recipe for ViT-S and ViT-T, for which we use
 this one.
 
 Table 5 and figure 5 train ViT-B in three configurations, which differ in the scaling of the
-learning rate and in repeated augmentation. The values of two of them are not known to us;
-configs/papers.csv takes --config.data.repeats=1, and with it --config.learning_rate=0.0005, the
-command's rate before scaling.
+learning rate and in repeated augmentation. We do not know the values of two of them;
+configs/papers.csv uses --config.data.repeats=1 for one, and for the other also
+--config.learning_rate=0.0005, the command's rate before scaling.
 
 Hardware: 8 or more data-center GPUs or TPUs. Time: not measured.
 Accuracy to expect: the published figures are in configs/papers.csv; not run here.

@@ -9,21 +9,21 @@ vit_small_patch16_224 or vit_base_patch16_224; then the scheme, impulse_2025 (th
 paper's), mimetic, default, or our impulse. All rows keep the learned positions.
 
 All settings are from the authors' command (github.com/osiriszjq/structured_initialization): eight
-processes of 64 images, 300 epochs, learning rate 2e-3, 50 epochs of warm-up from 1e-6. Its color
-jitter has no effect with RandAugment, and it keeps no averaged weights: it sets their decay
-without switching them on. From the program: all rows start the whole model from PyTorch's defaults
-(`model.base_init`). It can also scale positions, Q and K, V and projection of mimetic and default
-(`attention_init.position_scale`, `query_key_scale`, `value_scale`), by factors not known to us. Not
-stated anywhere: which splits of the data sets are used.
+processes with 64 images each, 300 epochs, learning rate 2e-3, 50 epochs of warm-up from 1e-6. Its
+color jitter has no effect with RandAugment. The command sets a decay for averaged weights but does
+not enable them. From the program: all rows start the whole model from PyTorch's defaults
+(`model.base_init`). The program can also scale positions, Q and K, V and projection of mimetic and
+default (`attention_init.position_scale`, `query_key_scale`, `value_scale`), by factors that we do
+not know. Not stated anywhere: which splits of the data sets are used.
 
 Table 4 selects weights from a larger pretrained model. Pass its safetensors file, such as
 --config.start_from=vit_small_impulse_2025.safetensors, written by `structinit_jax.export` after
 vit_2025_imagenet.py:vit_small_patch16_224,impulse_2025. The authors' rebuttal compares this teacher
-with default and with one pretrained on ImageNet-21K, for which timm has
-vit_small_patch16_224.augreg_in21k; which weights they took is not stated.
+with one from default and with one pretrained on ImageNet-21K, such as timm's
+vit_small_patch16_224.augreg_in21k; which weights they used is not stated.
 
 Hardware: one GPU or more. Time: not measured.
-Accuracy to expect: unknown, since configs/papers.csv lacks the published ones; not run here.
+Accuracy to expect: unknown (the published figures are not in configs/papers.csv); not run here.
 """
 
 from typing import Literal

@@ -4,11 +4,11 @@
         --config.data.data_dir=TFDS
 
 Pass the scheme after a colon: impulse (the default), our solve for the learned positions that the
-paper keeps; impulse_2025, the paper's closed form; mimetic or default. All else is the paper's, see
-vit_2025_imagenet.py.
+paper keeps; impulse_2025, the paper's closed form; mimetic or default. Everything else is as in
+the paper; see vit_2025_imagenet.py.
 
 Hardware: 8 or more data-center GPUs or TPUs. Time: not measured.
-Accuracy to expect: configs/papers.csv has the paper's for all but impulse; not run here.
+Accuracy to expect: configs/papers.csv has the published figures except for impulse; not run here.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A small ViT on 5,000 of CIFAR-10's images: natural images in minutes on a CPU.
+"""A small ViT on 5,000 CIFAR-10 images: natural images in minutes on a CPU.
 
     python -m structinit_jax.main --config=configs/vit_cifar10_small.py --workdir=/tmp/cifar10 \
         --config.data.data_dir=IMAGES
@@ -6,7 +6,7 @@
 Hardware: one CPU core. Time: 9 minutes.
 Accuracy to expect: 52.9 % (mean of 5 seeds).
 
-IMAGES has the images as files, IMAGES/{train,test}/CLASS/*.jpg. --config.data.name=cifar10 reads
+IMAGES holds the images as files, IMAGES/{train,test}/CLASS/*.jpg. --config.data.name=cifar10 reads
 them from TensorFlow Datasets instead.
 """
 

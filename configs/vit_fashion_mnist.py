@@ -3,7 +3,7 @@
     python -m structinit_jax.main --config=configs/vit_fashion_mnist.py --workdir=/tmp/fashion \
         --config.data.train_split='train[:1000]'
 
-Without a network, pass --config.data.data_dir=DIR, the folder of the four idx.gz files.
+Without network access, pass --config.data.data_dir=DIR, the folder with the four idx.gz files.
 
 The learning rate was tuned for the default initialization (benchmarks/protocol.md).
 

@@ -1,4 +1,4 @@
-"""A small ViT on scikit-learn's 8x8 handwritten digits: the first run, without a download.
+"""A small ViT on scikit-learn's 8x8 handwritten digits: a first run without any download.
 
     python -m structinit_jax.main --config=configs/vit_t_digits.py --workdir=/tmp/digits
 

@@ -8,12 +8,12 @@ fail() {
   exit 1
 }
 
-# macOS has bash 3.2, for which an empty array is an unset variable.
+# macOS has bash 3.2, which treats an empty array as an unset variable.
 ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404)) ||
   fail "bash $BASH_VERSION is too old: install 4.4 or newer, on macOS with 'brew install bash'"
 
-# Prints the comment at the top of the script, which is its manual. $0 may be relative to the directory
-# that the script was called from and has left.
+# Prints the comment at the top of the script as its help text. $0 may be relative to the directory
+# that the script was called from, which is no longer the current one.
 show_help() {
   (cd "$OLDPWD" && sed -n '2,/^$/s/^# \{0,1\}//p' "$0")
 }
@@ -37,7 +37,7 @@ need() {
   $dry_run || command -v "$1" > /dev/null || fail "$1 is not installed: $2"
 }
 
-# Fails unless flags of structinit_jax.main were given, with the workdir.
+# Fails unless flags of structinit_jax.main were given, including --workdir.
 need_flags() {
   (($#)) || fail "nothing to train: pass the flags of structinit_jax.main after --"
   [[ " $*" =~ \ --?(workdir|flagfile) ]] || fail "--workdir=DIR is required after --"

@@ -35,7 +35,7 @@ while (($#)); do
 done
 need_flags "$@"
 [[ $processes =~ ^[1-9][0-9]*$ ]] || fail "--processes=$processes must be a positive number"
-# Two coordinators could listen on one port, and the processes of both runs would fail.
+# Two coordinators can listen on the same port, but the processes of both runs would fail.
 if ! $dry_run && (: 3<> "/dev/tcp/127.0.0.1/$port") 2> /dev/null; then
   fail "--port=$port is in use, perhaps by another run: choose another port"
 fi
@@ -44,10 +44,10 @@ mapfile -t gpus < <(seq 0 $((processes - 1)))
 if [[ -n ${CUDA_VISIBLE_DEVICES:-} && -z $cpu_devices ]]; then
   IFS=, read -ra gpus <<< "$CUDA_VISIBLE_DEVICES"
   ((processes <= ${#gpus[@]})) ||
-    fail "--processes=$processes, but CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES has ${#gpus[@]}"
+    fail "--processes=$processes, but CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES lists only ${#gpus[@]}"
 fi
 
-# Before the first process starts, so that a signal never leaves processes behind.
+# Set before the first process starts, so that a signal never leaves processes behind.
 pids=() stopped=0
 trap 'stopped=1; kill -TERM "${pids[@]}" 2> /dev/null || true' INT TERM
 for ((i = 0; i < processes && !stopped; i++)); do
@@ -79,7 +79,7 @@ for ((left = ${#pids[@]}; left > 0; left--)); do
   done
   if ((code != 0 && status == 0)); then
     status=$code
-    # Not TERM: they would wait to agree on a step with the process that has exited.
+    # Not TERM: the others would wait to agree on a step with the process that has exited.
     ((code == 75)) || kill -KILL "${pids[@]}" 2> /dev/null || true
   fi
 done

@@ -10,13 +10,13 @@
 #   --gpus=[TYPE:]N    GPUs per node, such as 4 or h100:8 (default: 8)
 #   --cpus=N           CPU cores per GPU, for reading images (default: 8)
 #   --container=IMAGE  run in this container image (needs Pyxis); the repository is mounted in it
-#   --mounts=A:B,...   further directories to mount in the container, such as the workdir's
+#   --mounts=A:B,...   more directories to mount in the container, such as the workdir
 #   --logs             follow the job's output
 #   --cancel           cancel the job; its run can be resumed
 #   --dry_run          print the commands without running them
 #   --help             print this text
 #
-# Other options are passed to sbatch as they are: --time=12:00:00 --partition=P --account=A --qos=Q
+# Other options are passed to sbatch unchanged: --time=12:00:00 --partition=P --account=A --qos=Q
 # --constraint=C --reservation=R. --gres=gpu:h100:4 replaces --gpus-per-node; pass --gpus=4, too.
 # At the time limit, the run saves a checkpoint, requeues itself and resumes. The workdir must be on a
 # file system that all nodes share. PYTHON=FILE selects the interpreter.

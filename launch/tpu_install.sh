@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Installs the package on one TPU worker; launch/tpu_pod.sh install runs it on all of them.
+# Installs the package on one TPU worker. 'launch/tpu_pod.sh install' does so on all workers.
 #
 #   tpu_install.sh [BUCKET]    BUCKET is mounted at ~/bucket
 #
-# ~/installed says that the worker is ready. What fails is named on the caller's terminal.
+# The file ~/installed marks the worker as ready. Failures are reported on the caller's terminal.
 
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -22,7 +22,7 @@ finish() {
 }
 trap finish EXIT
 
-# The image may have another Python than the package needs, and uv would take the newest.
+# The image may not have the Python that the package needs, and uv would pick the newest.
 export PATH="$HOME/.local/bin:$PATH"
 command -v uv > /dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh
 uv venv --clear --python 3.13 ~/venv

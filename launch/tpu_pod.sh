@@ -9,7 +9,7 @@
 #   launch/tpu_pod.sh delete  --name=NAME --zone=ZONE    delete the slice, which costs money until then
 #
 #   --type=TYPE      accelerator type: v4-N, v5litepod-N (v5e), v5p-N or v6e-N (default: v5litepod-8)
-#   --version=V      runtime version, if not the one for that type
+#   --version=V      runtime version (default: the one for the accelerator type)
 #   --bucket=BUCKET  install mounts gs://BUCKET at ~/bucket on every worker, for data
 #   --spot           use a spot slice: cheaper, but may be preempted at any time
 #   --reserved       use a reservation
@@ -17,11 +17,11 @@
 #   --dry_run        print the commands without running them
 #   --help           print this text
 #
-# Every action can be repeated: create waits for a slice that was already requested, run does nothing
-# while a run is in progress. All workers start the same command at the same time, since each waits
-# for the others; run shows the first lines of their logs. The workdir is --workdir=gs://BUCKET/RUN, or
-# on a file system that all hosts share, such as Filestore. install copies the last commit of this
-# repository, and brings a Python of its own.
+# Every action can be repeated: create waits for a slice that was already requested, and run does
+# nothing while a run is in progress. All workers start the same command at the same time, because each
+# waits for the others; run shows the first lines of their logs. The workdir must be in a bucket
+# (--workdir=gs://BUCKET/RUN) or on a file system that all hosts share, such as Filestore. install
+# copies the last commit of this repository and installs its own Python.
 
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -70,7 +70,7 @@ on_workers() { # arguments: workers, command
   run gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker="$1" --command="$2"
 }
 
-# Prints the state of the slice and, if its creation failed, why. Errors of gcloud are shown.
+# Prints the state of the slice and, if creating it failed, the reason. Shows errors of gcloud.
 state() {
   gcloud compute tpus queued-resources describe "$name" "${where[@]}" \
     --format='value(state.state,state.failedData.error.message)'
@@ -105,7 +105,7 @@ bash structinit_jax/launch/tpu_install.sh $bucket"
     need_flags "$@"
     arguments=$(printf '%q ' "$@")
     # shellcheck disable=SC2016 # expands on the worker
-    check='[ -e ~/installed ] || { echo "error: $(hostname) is not installed: run install" >&2; exit 1; }'
+    check='[ -e ~/installed ] || { echo "error: not installed on $(hostname): run install" >&2; exit 1; }'
     on_workers all "$check; bash structinit_jax/launch/tpu_run.sh $arguments"
     ;;
   logs) on_workers 0 'tail -n 50 -F ~/run.log' ;;

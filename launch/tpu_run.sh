@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Starts training on one TPU worker in the background; launch/tpu_pod.sh run runs it on all of them.
+# Starts training on one TPU worker in the background. 'launch/tpu_pod.sh run' does so on all workers.
 #
 #   tpu_run.sh --config=FILE --workdir=DIR [flags of structinit_jax.main]
 #
-# Prints the start of the log, until the devices are found. If the program ends before, such as for
-# an unknown flag, this script ends with its status.
+# Prints the start of the log, until the devices are found. If the program ends before that, for
+# example because of an unknown flag, this script exits with the same status.
 
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -24,7 +24,7 @@ nohup env JAX_PLATFORMS=tpu,cpu ~/venv/bin/python -m structinit_jax.main "$@" \
   >> ~/run.log 2>&1 < /dev/null &
 exec 9>&-
 
-new='' # lines of the log
+new='' # new lines of the log
 for ((i = 0; i < 600; i++)); do
   running=true
   kill -0 $! 2> /dev/null || running=false

@@ -4,7 +4,7 @@
 
     params = si.initialize(params, si.impulse(), jax.random.key(0), num_heads=3)
 
-The public names are imported at their first use, so that the import of the package is free.
+Public names are imported on first use, so importing the package costs nothing.
 """
 
 from etils import epy
@@ -41,4 +41,4 @@ with epy.lazy_api_imports(
     from structinit_jax.models.timm import from_timm, select_weights, to_timm
     from structinit_jax.training.train import train
 
-del epy  # It is no public name.
+del epy  # Not part of the public API.

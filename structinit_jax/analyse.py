@@ -1,25 +1,25 @@
-r"""Analyzes what attention does in a model: maps, and measures by layer and head.
+r"""Analyzes the attention of a model: maps, and measures by layer and head.
 
     python -m structinit_jax.analyse --workdir=DIR --out=analysis
 
-compares the newest checkpoint of a run, or another with --step=best or --step=N, with its initial
-weights, on training images. Without a run, it compares the initial weights of schemes:
+compares the newest checkpoint of a run (or the one that --step=best or --step=N selects) with the
+initial weights, on training images. Without a run, it compares the initial weights of schemes:
 
     python -m structinit_jax.analyse --config=configs/vit_fashion_mnist.py \
         --schemes=default,mimetic,impulse --out=analysis
 
-The models are those that `structinit_jax.compare` trains with the same flags.
+These are the models that `structinit_jax.compare` trains with the same flags.
 
-It writes to the directory --out:
+Files written to the --out directory:
 
 - `analysis.json`: all measures by layer and head.
 - `maps.npz`: the maps [h, N, N] of each model and layer, averaged over the images.
 - `maps.png`: the maps of the first layer, with queries as rows and keys as columns, and their upper
-  left corners with two rows of tokens; every head of all layers as a convolution kernel.
-- `by_layer.png`: every measure against the layer.
+  left corners (two rows of tokens); every head of all layers as a convolution kernel.
+- `by_layer.png`: every measure plotted by layer.
 
-`analysis.measures` defines the measures. In Swin they describe maps within windows. ConvMixer has
-no maps and no files of them: its measure is the stable rank of each layer's input.
+`analysis.measures` defines the measures. In Swin, they describe the maps within windows. ConvMixer
+has no maps, so the map files are not written; its measure is the stable rank of each layer's input.
 """
 
 import json
@@ -46,14 +46,14 @@ from structinit_jax.training import workdir as workdir_lib
 
 
 def define_flags() -> None:
-    """Defines the flags of this command alone."""
+    """Defines the flags specific to this command."""
     flags.DEFINE_list("schemes", [], "Initializations to compare, instead of a checkpoint.")
     text = "Number of training images."
     flags.DEFINE_integer("num_images", 64, text, lower_bound=BATCH_SIZE)
 
 
 def write(snapshots: list[Snapshot], subject: str, out: Path) -> None:
-    """Writes the numbers and draws the figures; `subject` is for their titles."""
+    """Writes the numbers and draws the figures, with `subject` in their titles."""
     models = []
     for snapshot in snapshots:
         layers = [
@@ -73,7 +73,7 @@ def write(snapshots: list[Snapshot], subject: str, out: Path) -> None:
             maps = {f"{name}/layer {layer.name}": layer.maps for name, layer in layers}
             np.savez_compressed(new / "maps.npz", **maps)
     if not has_maps:
-        for name in ("maps.npz", "maps.png"):  # of another model
+        for name in ("maps.npz", "maps.png"):  # left over from another model
             (out / name).unlink(missing_ok=True)
 
 

@@ -1,6 +1,6 @@
-"""Code shared by the commands: flags, fields of the config, error messages, compilation cache.
+"""Code shared by the commands: flags, config fields, error messages, compilation cache.
 
-Flags are defined when a command runs, so that an import defines none beside a user's own.
+Flags are defined when a command runs, so importing this module adds none to a user's own.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ SHARED = {
     "compare puts all its runs in it.",
     "step": "Checkpoint: its step, 'newest' (default) or 'best'.",
     "out": "File or directory to write: by default analysis, model (export) or batch.png (show). "
-    "main --mode=eval writes its results by class only if it is set.",
+    "main --mode=eval writes its results by class only if --out is set.",
     "trust_workdir": "Import Python code that the config of --workdir names.",
 }
 FIELD = re.compile(r"--?config\.([^=]+)=(.*)", re.DOTALL)
@@ -41,32 +41,32 @@ def run(
     define_flags: Callable[[], None] = lambda: None,
     shared: Sequence[str] = tuple(SHARED),
 ) -> None:
-    """Runs a command and exits: with status 2 and no traceback if the user made a mistake.
+    """Runs a command and exits. User errors exit with status 2 and no traceback.
 
-    `main` is called with the fields of the config that the command line sets. `define_flags`
-    defines the flags of the command alone; of those in `SHARED`, it takes the ones in `shared`.
+    `main` is called with the config fields that the command line sets. `define_flags` defines the
+    flags specific to the command; `shared` lists the flags of `SHARED` that it also takes.
     """
-    # Tracing creates many objects that live on: to look for garbage as often as Python does by
-    # default took a fifth of the time.
+    # Tracing creates many long-lived objects: at Python's default threshold, garbage collection
+    # took a fifth of the time.
     gc.set_threshold(100_000)
     define_flags()
     for name in shared:
         define = flags.DEFINE_bool if name == "trust_workdir" else flags.DEFINE_string
         define(name, None, SHARED[name])
-        # --help lists the flags of the command's own module only.
+        # --help lists only the flags of the command's own module.
         FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[name])
     try:
         app.run(main, flags_parser=_parse_flags)
     except InputError as error:
-        # Texts of other libraries may quote files. It is written at once, as processes that train
-        # together write to one terminal.
+        # Messages of other libraries can quote files, so the text is escaped. It is written in one
+        # piece because processes that train together share a terminal.
         text = printable(str(error), keep="\n")
         print(f"error: {text}\n", end="", file=sys.stderr, flush=True)
         _exit_now(2)
     except StoppedError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:  # before the loop of training, which ends with a checkpoint
+    except KeyboardInterrupt:  # before the training loop, which would save a checkpoint
         print("interrupted", file=sys.stderr, flush=True)
         _exit_now(130)  # as shells report it
 
@@ -76,25 +76,25 @@ def _exit_now(status: int) -> None:
     sys.stdout.flush()
     several = jax.distributed.is_initialized() and jax.process_count() > 1
     if several and jax.process_index() == 0:
-        time.sleep(5)  # JAX ends the others with messages of its own once process 0 has exited
+        time.sleep(5)  # once process 0 exits, JAX ends the others with its own messages
     os._exit(status)
 
 
 def _parse_flags(argv: list[str]) -> Overrides:
     """Parses all flags and prepares JAX."""
     try:
-        # The files of --flagfile may set fields too.
+        # A --flagfile can set fields too.
         words = FLAGS.read_flags_from_files(argv[1:], force_gnu=True)
         fields = [match.groups() for match in map(FIELD.fullmatch, words) if match]
         _, *words = FLAGS([argv[0], *(word for word in words if not FIELD.fullmatch(word))])
     except flags.Error as error:
-        raise InputError(f"{error}; fields of the config are --config.FIELD=VALUE") from error
+        raise InputError(f"{error}; set config fields with --config.FIELD=VALUE") from error
     if words:
         raise InputError(f"unrecognized argument {words[0]!r}: write --name=value")
     if FLAGS["verbosity"].using_default_value:
-        FLAGS.verbosity = logging.WARNING  # JAX and TFDS log much at INFO
+        FLAGS.verbosity = logging.WARNING  # JAX and TFDS log a lot at INFO
     use_compilation_cache()
-    sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file need not be text
+    sys.stdout.reconfigure(errors="backslashreplace")  # file names are not always valid text
     return fields
 
 
@@ -103,12 +103,12 @@ def use_compilation_cache() -> None:
     if jax.config.jax_compilation_cache_dir is None:
         root = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
         jax.config.update("jax_compilation_cache_dir", str(Path(root) / "structinit_jax" / "xla"))
-        # A start compiles a dozen small programs too.
+        # Startup also compiles a dozen small programs.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 def required_workdir() -> str:
-    """Returns --workdir; `InputError` if it is not set."""
+    """Returns --workdir; raises `InputError` if it is not set."""
     if not FLAGS.workdir:
         raise InputError("--workdir is required: the output directory, such as /tmp/digits")
     return FLAGS.workdir
@@ -120,7 +120,7 @@ def out_path(default: str) -> Path:
 
 
 def out_folder(default: str) -> Path:
-    """Creates the folder of --out and returns its path; `InputError` if that is not possible."""
+    """Creates the --out folder and returns its path; raises `InputError` on failure."""
     path = out_path(default)
     with writing_out(path):
         path.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def out_folder(default: str) -> Path:
 
 @contextlib.contextmanager
 def writing_out(path: Path) -> Iterator[None]:
-    """Raises `InputError` if --out cannot be written inside."""
+    """Turns an `OSError` raised inside the context into an `InputError` about --out."""
     try:
         yield
     except OSError as error:
@@ -137,13 +137,13 @@ def writing_out(path: Path) -> Iterator[None]:
 
 
 def read_config(overrides: Overrides) -> ConfigDict:
-    """Returns the config of --config, or else of the run in --workdir, with the overrides."""
+    """Returns the config of --config, or of the run in --workdir, with the overrides applied."""
     if FLAGS.config is not None:
         config = config_lib.load_config(FLAGS.config)
     else:
         workdir = FLAGS.get_flag_value("workdir", None)
         if not workdir:
-            raise InputError("--config or --workdir is required: a config file, or a run")
+            raise InputError("--config or --workdir is required: a config file or a run directory")
         config = config_lib.load_run_config(workdir, bool(FLAGS.trust_workdir))
     config_lib.set_fields(config, overrides)
     return config.lock()

@@ -1,7 +1,7 @@
 """The config of a run: every field with its default, and the checks that need no data.
 
 The files in `configs/` start from `base_config` and set what their recipe changes. The model family
-defines the fields of `config.model`, and `augment.AugmentConfig` those of `config.augment`.
+defines the fields of `config.model`, and `augment.AugmentConfig` defines those of `config.augment`.
 """
 
 import ast
@@ -39,7 +39,7 @@ from structinit_jax.errors import (
 )
 from structinit_jax.files import open_path, read_json
 
-Share = Annotated[float, Check("above 0, at most 1", lambda x: 0 < x <= 1)]
+Share = Annotated[float, Check("above 0 and at most 1", lambda x: 0 < x <= 1)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,29 +47,29 @@ class RunFields:
     """Fields of the config outside its sections."""
 
     # -- schedule ----------------------------------------------------------------------------------
-    seed: NonNegativeInt = 0  # of initial weights, data order, augmentation and all else random
+    seed: NonNegativeInt = 0  # initial weights, data order, augmentation and all other randomness
     num_epochs: PositiveFloat = 30.0
     num_steps: NonNegativeInt = 0  # if positive, overrides num_epochs
-    batch_size: PositiveInt = 128  # global: summed over all devices of all hosts
+    batch_size: PositiveInt = 128  # global: the total over all devices of all hosts
 
     # -- loss and optimizer ------------------------------------------------------------------------
     loss: str = "softmax_cross_entropy"  # or 'module:function'
     label_smoothing: Fraction = 0.1
     optimizer: str = "adamw"  # or 'module:function'
-    schedule: Literal["cosine", "timm_cosine"] = "cosine"  # 'timm_cosine' goes by epoch, as in timm
+    schedule: Literal["cosine", "timm_cosine"] = "cosine"  # 'timm_cosine' is per epoch, as in timm
     learning_rate: PositiveFloat = 1e-3  # peak of the schedule
     warmup_epochs: NonNegativeFloat = 2.0  # linear, from warmup_learning_rate to learning_rate
     warmup_learning_rate: NonNegativeFloat = 0.0
     final_learning_rate: NonNegativeFloat = 1e-6  # end of the cosine decay
-    # Part of num_epochs, at its end, with final_learning_rate (timm adds them to its epochs).
+    # Last part of num_epochs, at final_learning_rate (timm adds the cooldown to its epochs).
     cooldown_epochs: NonNegativeFloat = 0.0
-    # Of 'adamw': on matrices only, no biases, norms, positions and tokens.
+    # For 'adamw': applied only to matrices, not to biases, norms, positions or tokens.
     weight_decay: NonNegativeFloat = 0.05
     adam_b2: Fraction = 0.999
     adam_epsilon: PositiveFloat = 1e-8
     clip_norm: NonNegativeFloat = 1.0  # global gradient norm; 0 disables clipping
     # If positive, evaluation and export use an exponential moving average of the weights. The 2025
-    # paper's command for small data sets passes timm 0.9999, but not the switch that it needs.
+    # paper's command for small data sets passes 0.9999 but not the flag that enables it in timm.
     ema_decay: Fraction = 0.0
 
     # -- devices -----------------------------------------------------------------------------------
@@ -80,11 +80,11 @@ class RunFields:
     log_every_steps: PositiveInt = 20
     eval_every_epochs: PositiveFloat = 5.0
     checkpoint_every_steps: PositiveInt = 500
-    # The newest ones, of which a crash can damage one; the best one is kept in addition.
+    # Number of newest checkpoints to keep (a crash can damage one); the best one is kept too.
     keep_checkpoints: AtLeastTwo = 2
 
     # Safetensors file of a timm model of the same size or larger, at any resolution. If set, all
-    # weights but the head are selected from it (Xu et al. 2024), and attention_init is not used.
+    # weights except the head are selected from it (Xu et al. 2024), and attention_init is not used.
     start_from: str = ""
 
 
@@ -93,10 +93,10 @@ class DataFields:
     """Fields of `config.data`."""
 
     name: str = ""  # TFDS name, 'folder', or 'module:function'
-    # Folder of TFDS's data sets, of the images ('folder') or of the files of 'fashion_mnist'. If
-    # empty, $TFDS_DATA_DIR or ~/tensorflow_datasets, and its fashion_mnist/ for those files.
+    # Folder that holds TFDS's data sets, the images ('folder') or the files of 'fashion_mnist'. If
+    # empty, $TFDS_DATA_DIR or ~/tensorflow_datasets (for 'fashion_mnist', fashion_mnist/ in it).
     data_dir: str = ""
-    on_bad_image: Literal["stop", "skip"] = "stop"  # at an image that cannot be decoded
+    on_bad_image: Literal["stop", "skip"] = "stop"  # if an image cannot be decoded
     train_split: str = "train"  # TFDS syntax: 'train[:90%]', 'train+validation'
     eval_split: str = "test"  # or a validation split such as 'train[90%:]', to choose the best step
     drop_remainder: bool = False  # whether to drop the last partial batch of each epoch
@@ -123,7 +123,7 @@ def base_config(model: str = "vit") -> ConfigDict:
     config.model = model_fields
     # Name of the scheme, or 'module:function', and its options.
     config.attention_init = dict(name="impulse")
-    if config.model.name == "mixer":  # Others do not help, see attention_init.token_mixing.
+    if config.model.name == "mixer":  # Others do not help; see attention_init.token_mixing.
         config.attention_init.name = "default"
     return config
 
@@ -145,24 +145,30 @@ def validate(config: ConfigDict) -> None:
     _check_section(AugmentConfig, dict(config.augment), "config.augment.")
     with prefixed("config.model."):
         models.check_fields(dict(config.model))
-    needs = "a value that JSON can hold, for config.json: for an array, name a function of your own"
-    for section in ("model", "attention_init"):  # the two whose fields are not all known
+    needs = (
+        "a value that config.json can store: to pass an array, name a function of your own, "
+        "'module:function'"
+    )
+    for section in ("model", "attention_init"):  # the sections whose fields are not all known
         for field, value in config[section].to_dict().items():
             require(f"config.{section}.{field}", value, needs, json.dumps)
     channels = data.channels
     for field in ("mean", "std"):
-        needs = f"a tuple of config.data.channels={channels} numbers, such as {(0.5,) * channels}"
+        needs = (
+            f"a tuple with one number per channel (config.data.channels={channels}), such as "
+            f"{(0.5,) * channels}"
+        )
         require(f"config.data.{field}", data[field], needs, lambda x: len(x) == channels)
     batch_size = config.batch_size
     needs = f"a divisor of config.batch_size={batch_size}, or 0 to mix within the whole batch"
     group = config.augment.mix_group
     require("config.augment.mix_group", group, needs, lambda x: x == 0 or batch_size % x == 0)
     if config.attention_init.get("name") == "impulse_2025" and not config.start_from:
-        needs = "'learned' for the closed form config.attention_init.name='impulse_2025'"
+        needs = "'learned' for the closed form of config.attention_init.name='impulse_2025'"
         positions = config.model.get("positions", "learned")
         require("config.model.positions", positions, needs, lambda x: x == "learned")
     if not config.num_steps:
-        needs = f"below config.num_epochs={config.num_epochs}, which includes them"
+        needs = f"below config.num_epochs={config.num_epochs}, which includes the cooldown"
         cooldown = config.cooldown_epochs
         require("config.cooldown_epochs", cooldown, needs, lambda x: x < config.num_epochs)
 
@@ -180,21 +186,21 @@ def _check_section(owner: type, values: dict[str, Any], prefix: str) -> None:
 
 
 def find_scheme(name: str) -> Callable[..., attention_init.AttentionInit]:
-    """Returns the scheme of a name, or of 'module:function'."""
+    """Returns the scheme that a name or 'module:function' refers to."""
     return find(name, attention_init.SCHEMES, "config.attention_init.name")
 
 
 def scheme_options(name: str) -> dict[str, Any]:
-    """Returns the options of a scheme, which `config.attention_init` may set, with their defaults.
+    """Returns the options of a scheme, which `config.attention_init` can set, with their defaults.
 
-    An option without a default has `inspect.Parameter.empty`.
+    The default of a required option is `inspect.Parameter.empty`.
     """
     parameters = inspect.signature(find_scheme(name)).parameters
     return {option: parameter.default for option, parameter in parameters.items()}
 
 
 def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:
-    """Returns the `(rng, site) -> weights` that `config.attention_init` describes."""
+    """Returns the `(rng, site) -> weights` function that `config.attention_init` describes."""
     options = dict(config.attention_init)
     scheme = find_scheme(options.pop("name", ""))
     try:
@@ -206,7 +212,7 @@ def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:
 def set_scheme(config: ConfigDict, name: str) -> None:
     """Sets `config.attention_init.name`.
 
-    Removes the options of the former scheme that the new one does not take, with a note of each.
+    Removes the old scheme's options that the new one does not take, and prints a note for each.
     """
     section = config.attention_init
     options = scheme_options(name)
@@ -225,8 +231,8 @@ Overrides = Sequence[tuple[str, str]]  # fields, such as 'model.depth', and the 
 
 
 def set_fields(config: ConfigDict, overrides: Overrides) -> None:
-    """Sets fields as the command line does, in any order."""
-    # The options of a scheme can be set once its name is.
+    """Sets fields, given in any order, as the command line does."""
+    # The scheme's name is set first, because its options depend on it.
     for field, text in sorted(overrides, key=lambda override: override[0] != "attention_init.name"):
         set_field(config, field, text)
 
@@ -234,8 +240,8 @@ def set_fields(config: ConfigDict, overrides: Overrides) -> None:
 def set_field(config: ConfigDict, field: str, text: str) -> None:
     """Sets a field, such as 'model.depth', as `--config.FIELD=VALUE` does.
 
-    Options of the scheme need not be in `attention_init` before, unlike the fields that
-    `ml_collections.config_flags` can set. For the name of the scheme see `set_scheme`.
+    Unlike `ml_collections.config_flags`, this can set options of the scheme that are not yet in
+    `attention_init`. For the name of the scheme, see `set_scheme`.
     """
     if field == "attention_init.name":
         return set_scheme(config, text)
@@ -261,7 +267,7 @@ def set_field(config: ConfigDict, field: str, text: str) -> None:
 
 
 def _parse(text: str, old: Any) -> Any:
-    """Converts the text of a field to the type of its old value."""
+    """Converts text to the type of the old value of a field."""
     if isinstance(old, str):
         return text
     if isinstance(old, bool):
@@ -285,7 +291,7 @@ def load_config(location: str | Path) -> ConfigDict:
     stem, suffix, row = str(location).partition(".py:")
     path = str(Path(stem + suffix.removesuffix(":")).expanduser())
     needs = (
-        f"an existing Python file, from {Path.cwd()} or by its whole path; for that of a run, "
+        f"an existing Python file, relative to {Path.cwd()} or absolute; for the config of a run, "
         "pass --workdir"
     )
     require("config", path, needs, path.endswith(".py") and Path(path).is_file())
@@ -315,8 +321,8 @@ CODE_FIELDS = ("model.name", "data.name", "attention_init.name", "loss", "optimi
 def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
     """Reads the config of a run from the `config.json` of its output directory.
 
-    Raises `InputError` if there is no config of this package, or if it names Python code to import,
-    as 'module:name', without `trust`.
+    Raises `InputError` if there is no config of this package, or if the config names Python code to
+    import, as 'module:name', and `trust` is False.
     """
     path = open_path(workdir) / "config.json"
     try:
@@ -326,7 +332,7 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
         code = [field for field in CODE_FIELDS if is_reference(values.get(field, ""))]
         if trust or not code:
             config = base_config(fields.model.name)
-            # The options depend on the scheme, so those of the default are not kept.
+            # Options depend on the scheme, so the default scheme's are not kept.
             config.attention_init = {
                 option: tuple(value) if isinstance(value, list) else value
                 for option, value in fields.attention_init.items()
@@ -338,14 +344,14 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
     except (ValueError, AttributeError, TypeError) as error:
         raise InputError(
             f"workdir={workdir}: config.json cannot be used ({error}): pass the output directory "
-            "of a run (of a comparison, SETTING/seed_K), or on the command line --config with its "
+            "of a run (in a comparison, SETTING/seed_K) or, on the command line, --config with the "
             "config file"
         ) from error
     if code and not trust:
         names = ", ".join(f"{field}={values[field]!r}" for field in code)
         raise InputError(
             f"{workdir} names Python code to import: {names}. If you trust whoever wrote this "
-            "directory, pass --trust_workdir (in Python trust=True)"
+            "directory, pass --trust_workdir (in Python, trust=True)"
         )
     if gone := [f"{printable(k)}={value!r}" for k, value in values.items() if k not in known]:
         print(f"note: {path} has fields that this version does not: {', '.join(gone)}")

@@ -1,6 +1,6 @@
 """Prints the sizes and costs of a run without reading images or computing initial weights.
 
-Data sets that `data.datasets` lists need not be present.
+Data sets listed in `data.datasets` do not have to be present.
 """
 
 import os
@@ -25,7 +25,7 @@ from structinit_jax.training.step import make_train_step
 with epy.lazy_imports():
     from clu import parameter_overview
 
-# Memory of one device that programs can use, as libtpu states it when a program needs more.
+# Memory per device that programs can use, as libtpu reports it when a program needs more.
 MEMORY = {
     "TPU v4": int(30.75 * 2**30),
     "TPU v5 lite": int(15.75 * 2**30),
@@ -33,7 +33,7 @@ MEMORY = {
     "TPU v6 lite": int(31.25 * 2**30),
     "NVIDIA H100 80GB HBM3": 84_929_347_584 * 3 // 4,  # JAX's default share of a GPU's memory
 }
-# Describes an H100 SXM to XLA where there is none: a GpuTargetConfigProto.
+# GpuTargetConfigProto that describes an H100 SXM to XLA on machines without one.
 H100 = """
 gpu_device_info {
   cuda_compute_capability { major: 9 minor: 0 }
@@ -65,7 +65,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 def dry_run(config: ConfigDict, target: str | None = None) -> None:
     """Compiles the training step of a config and prints parameters, sizes and memory.
 
-    The devices are those of this machine, or of a target, see `find_target`.
+    The devices are those of this machine or of `target`; see `find_target`.
     Raises `InputError` if the config, the data or the target cannot be used, or if the step needs
     more memory than a device has.
     """
@@ -122,13 +122,13 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
         print(f"{name:<{width}}  {value}")
 
 
-# -- accelerators that are not there ---------------------------------------------------------------
+# -- accelerators that this machine lacks ----------------------------------------------------------
 
 
 def find_target(name: str) -> list[jax.Device]:
-    """Returns the devices of a name like 'tpu-v5e:4x8' or 'h100:2x8' (machines × GPUs).
+    """Returns the devices of a target such as 'tpu-v5e:4x8' or 'h100:2x8' (machines × GPUs).
 
-    JAX then uses this machine's CPU only: its plugins for GPUs cannot start where there is no CUDA.
+    From then on, JAX uses only this machine's CPU: its GPU plugins cannot start without CUDA.
     """
     jax.config.update("jax_platforms", "cpu")
     try:
@@ -137,8 +137,8 @@ def find_target(name: str) -> list[jax.Device]:
         return _find_tpus(name.removeprefix("tpu-"))
     except RuntimeError as error:
         raise InputError(
-            f"--target={name!r} is no slice such as tpu-v5e:4x8 or h100:2x8, or its compiler is "
-            f"not installed (pip install '.[targets]'): {error}"
+            f"--target={name!r} is not a slice such as tpu-v5e:4x8 or h100:2x8, or its compiler "
+            f"is not installed (pip install '.[targets]'): {error}"
         ) from error
 
 
@@ -146,7 +146,7 @@ def _find_tpus(slice_name):
     # Without these two, libtpu complains that this machine has no TPU.
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    # Without this, a second process that loads libtpu fails, as if each took the chips.
+    # Without this, a second process that loads libtpu fails, as if the first held the chips.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     # A v4 chip has two cores that programs see as one device, which is not libtpu's default here.
     options = {"chip_config_name": "megacore"} if slice_name.startswith("v4:") else {}
@@ -154,7 +154,7 @@ def _find_tpus(slice_name):
 
 
 def _find_h100s(size):
-    # Tracing `models.attention` for GPUs, JAX asks this machine for the version of its cuDNN.
+    # When JAX traces `models.attention` for GPUs, it asks this machine for its cuDNN version.
     from jax._src.cudnn import fused_attention_stablehlo
 
     fused_attention_stablehlo.check_cudnn_version = lambda: 90800

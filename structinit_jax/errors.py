@@ -1,15 +1,15 @@
-"""Errors that end a command with one sentence, and the checks of values that raise them.
+"""Errors that end a command with a one-sentence message, and the value checks that raise them.
 
-Values are checked once, where they enter the package. The annotation next to a default says what
-the value must be, in a dataclass of fields or in the signature of a function:
+Values are checked once, where they enter the package. The annotation of a dataclass field or of a
+function parameter says what the value must be:
 
     width: PositiveInt = 192
     drop_path: Fraction = 0.0
     pool: Literal["mean", "class_token"] = "mean"
     layer_scale: NonNegativeFloat | None = None
 
-`check_fields` checks values by these annotations, `checked` the arguments of a call, and `require`
-whatever depends on several fields.
+`check_fields` checks values against these annotations, `checked` does so for the arguments of a
+call, and `require` checks conditions that depend on several fields.
 """
 
 import contextlib
@@ -35,10 +35,10 @@ _SKIPPED_MODULES = ("structinit_jax.", "flax.", "jaxtyping.")
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Escapes control characters, all but those in `keep`, and what is no text in UTF-8.
+    """Escapes control characters, except those in `keep`, and characters that UTF-8 cannot encode.
 
-    Names of files may have both. A terminal obeys the first; figures and files cannot hold the
-    second.
+    File names can contain both. Terminals execute control characters; figures and UTF-8 files
+    cannot contain the rest.
     """
     return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in str(text))
 
@@ -52,9 +52,9 @@ class InputError(ValueError):
 
 @contextlib.contextmanager
 def prefixed(place: str) -> Iterator[None]:
-    """Puts a place before the messages of `InputError`s that are raised inside.
+    """Prefixes the message of an `InputError` raised inside the context with a place.
 
-    A library function names its own argument; whoever passes a field of the config adds the path:
+    A library function names its own argument; the caller that passes a config field adds its path:
 
         with prefixed("config."):
             mesh = make_mesh(config.fsdp)  # 'config.fsdp=3 must be a divisor of 8, …'
@@ -90,9 +90,9 @@ def warn(message: str) -> None:
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """Returns "did you mean 'x'?" for the known names near a word, or the names to choose from.
+    """Returns "did you mean 'x'?" with the known names closest to a word, or lists all known names.
 
-    Of many names, it returns the nearest ones even if none is near.
+    If there are many names, it returns the closest ones even if none is close.
     """
     names = list(map(str, known))
     cutoff = 0.6 if len(names) <= 40 else 0.0
@@ -108,7 +108,7 @@ T = TypeVar("T")
 
 
 class Check(NamedTuple):
-    """A requirement on a value, in `Annotated` after the type: 'NAME=VALUE must be NEEDS'."""
+    """A requirement on a value, for use in `Annotated`: 'NAME=VALUE must be NEEDS'."""
 
     needs: str
     holds: Callable[[Any], bool]
@@ -117,7 +117,7 @@ class Check(NamedTuple):
         """Whether a value passes the test; a `TypeError` or `ValueError` counts as no."""
         try:
             return bool(self.holds(value))
-        except (TypeError, ValueError):  # NumPy raises ValueError for the truth of an array
+        except (TypeError, ValueError):  # NumPy raises ValueError for the truth value of an array
             return False
 
 
@@ -131,14 +131,14 @@ def is_count(value: Any, low: int = 1) -> bool:
     return is_whole(value) and bool(low <= value < 2**32)
 
 
-# Whole numbers fit uint32, as those of random keys must; larger ones of the others are mistakes.
+# Whole numbers must fit uint32: random seeds require it, and larger values elsewhere are mistakes.
 Number = int | float
 PositiveInt = Annotated[int, Check("a whole number from 1 to 2**32 - 1", is_count)]
 NonNegativeInt = Annotated[
     int, Check("a whole number from 0 to 2**32 - 1", lambda x: is_count(x, 0))
 ]
 AtLeastTwo = Annotated[int, Check("a whole number, 2 or more", lambda x: is_count(x, 2))]
-PositiveFloat = Annotated[Number, Check("a number above 0, at most 1e7", lambda x: 0 < x <= 1e7)]
+PositiveFloat = Annotated[Number, Check("a number above 0 and at most 1e7", lambda x: 0 < x <= 1e7)]
 NonNegativeFloat = Annotated[Number, Check("a number from 0 to 1e7", lambda x: 0 <= x <= 1e7)]
 Fraction = Annotated[Number, Check("a number in [0, 1)", lambda x: 0 <= x < 1)]
 Probability = Annotated[Number, Check("a number in [0, 1]", lambda x: 0 <= x <= 1)]
@@ -153,7 +153,7 @@ _CHECKS = {
 
 
 def require(name: str, value: Any, needs: str, holds: Any) -> None:
-    """Raises `InputError` unless `holds`, a function of the value or its result, is true.
+    """Raises `InputError` unless `holds`, a condition or a function of the value, is true.
 
     The message is 'NAME=VALUE must be NEEDS'.
     """
@@ -165,11 +165,11 @@ def require(name: str, value: Any, needs: str, holds: Any) -> None:
 
 
 def check_fields(owner: Callable[..., Any], values: Mapping[str, Any], prefix: str = "") -> None:
-    """Raises `InputError` unless every value is what the annotation of its field asks for.
+    """Raises `InputError` unless every value satisfies the annotation of its field.
 
     The annotations are those of `owner`, a dataclass or a function. Types other than numbers,
-    strings, `Literal`, and tuples and unions of these are checked only if they have a `Check`. The
-    prefix precedes the names of fields in messages.
+    strings, `Literal`, and tuples and unions of these are checked only if they have a `Check`.
+    Messages show `prefix` before the name of the field.
     """
     hints = typing.get_type_hints(owner, include_extras=True)
     hints.pop("return", None)
@@ -180,7 +180,7 @@ def check_fields(owner: Callable[..., Any], values: Mapping[str, Any], prefix: s
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorates a function such that `check_fields` checks its keyword arguments before a call."""
+    """Decorates a function so that `check_fields` checks its keyword arguments before each call."""
 
     @functools.wraps(function)
     def check_and_call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -230,7 +230,7 @@ def is_reference(name: str) -> bool:
 
 
 def find(name: str, known: Mapping[str, Any], field: str) -> Any:
-    """Returns what the name in a `field` stands for: a known object, or that of 'module:object'."""
+    """Returns the object that a name in `field` refers to: a known one, or 'module:object'."""
     if name in known:
         return known[name]
     if not is_reference(name):

@@ -39,12 +39,12 @@ def restore_model(
 ) -> tuple[AbstractModel, TrainState]:
     """Restores the model of a run, without optimizer state, at step 'newest', 'best' or a number.
 
-    With `config.ema_decay`, its weights are the averages that the run has kept.
+    With `config.ema_decay`, the weights are the moving averages that the run has kept.
 
-    The number of devices, by default all, and `config.batch_size` may differ from those in
-    training. As there, `config.fsdp` devices share one copy of the weights, or as many as divide
-    both it and their number. Raises `InputError` if there is no such checkpoint, or if the config
-    does not fit it or differs in a field that `must_stay`; see `training.workdir`.
+    The number of devices (by default all) and `config.batch_size` can differ from training. Each
+    copy of the weights is shared by gcd(`config.fsdp`, number of devices) devices. Raises
+    `InputError` if there is no such checkpoint, if the config does not fit it, or if a field for
+    which `must_stay` is true has changed; see `training.workdir`.
     """
     directory = open_path(workdir) / "checkpoints"
     number = checkpoint.find_step(directory, step)
@@ -81,16 +81,16 @@ def evaluate_checkpoint(
 ) -> dict[str, float]:
     """Evaluates a checkpoint of a run, possibly on other data, and prints the results.
 
-    `step` is 'newest', 'best' or a number. If `out` is set, the results by class are written to
-    this existing folder, see `figures.write_by_class`. Raises `InputError` if there is no such
-    checkpoint, if it does not fit the config, or if the data cannot be used or have other classes.
+    `step` is 'newest', 'best' or a number. `out`, if set, is an existing folder for the results by
+    class; see `figures.write_by_class`. Raises `InputError` if there is no such checkpoint, if it
+    does not fit the config, or if the data cannot be used or have different classes.
     """
     dataset = build.open_data(config)
     model, state = restore_model(config, workdir, step=step)
     names = dataset.class_names
     pairs = zip(class_names(workdir, state), names, strict=True)
     if renamed := [f"  {old!r} -> {new!r}" for old, new in pairs if old != new]:
-        raise InputError("\n".join(["classes must be named as in training:", *renamed]))
+        raise InputError("\n".join(["class names must be the same as in training:", *renamed]))
     source = build.open_split(config, dataset, "eval_split")
     evaluation = make_evaluator(config, model, source)(state)
     name = f"{dataset.name} {config.data.eval_split}"
@@ -102,7 +102,7 @@ def evaluate_checkpoint(
 
 
 class Classifier:
-    """The model of a checkpoint, for image files.
+    """Classifies image files with the model of a checkpoint.
 
     Images are cropped, resized and normalized as in the run's evaluation.
 
@@ -142,17 +142,17 @@ class Classifier:
         """
         paths = [] if isinstance(files, str | os.PathLike) else list(files)
         fits = paths and all(isinstance(path, str | os.PathLike) for path in paths)
-        require("files", files, "a list of one path or more, such as [path]", fits)
+        require("files", files, "a list of one or more paths, such as [path]", fits)
         records = [{"image": path, "label": 0} for path in paths]
         data = self.config.data
         names = self.class_names
         dataset = Dataset.from_records("argument", {"files": records}, names, data.channels)
         source = dataset.split("files")
         loader = HostLoader(source, self._mesh, CenterCrop(data.image_size, data.crop_fraction))
-        size = 2 ** (len(paths) - 1).bit_length()  # few sizes, since each has a program of its own
+        size = 2 ** (len(paths) - 1).bit_length()  # few sizes: each compiles its own program
         batches = loader.eval_batches(batch_size=min(size, BATCH_SIZE))
         try:
             logits = [self._logits(self._weights, batch["image"]) for batch in batches]
-        except BadImageError as error:  # Its own advice is for training.
+        except BadImageError as error:  # The error's own advice is for training.
             raise InputError(error.problem) from error
         return np.concatenate(jax.device_get(logits))[: len(paths)]

@@ -2,14 +2,14 @@
 
     python -m structinit_jax.export --workdir=DIR --out=model
 
-Exports the newest checkpoint of a ViT or Swin, or that of --step=best or --step=N. Writes
-`model.safetensors` and `config.json` to the folder --out, so that
+Exports the newest checkpoint of a ViT or Swin, or the one that --step=best or --step=N selects.
+Writes `model.safetensors` and `config.json` to the --out folder, so that
 `timm.create_model("local-dir:model", pretrained=True)` builds the model in PyTorch, with its
 normalization and class names. To start a new run from the weights, pass
 `--config.start_from=model/model.safetensors`.
 
-`class_map.pkl`, a dict of the label of each class, is timm's `--class-map`. timm's scripts need it
-for image folders, whose classes timm orders differently: 2 before 10, and without regard to case.
+`class_map.pkl`, a dict from class name to label, is for timm's `--class-map`. timm's scripts need
+it for image folders, because timm orders their classes differently: 2 before 10, ignoring case.
 """
 
 import json
@@ -30,12 +30,12 @@ from structinit_jax.evaluate import class_names, restore_model
 from structinit_jax.files import write_atomically
 from structinit_jax.models.timm import to_timm
 
-WEIGHTS = "model.safetensors"  # as timm expects it in a folder
-CLASS_MAP = "class_map.pkl"  # timm's text format cannot hold every name of a folder
+WEIGHTS = "model.safetensors"  # the name that timm expects in a folder
+CLASS_MAP = "class_map.pkl"  # timm's text format cannot hold every folder name
 
 
 def timm_card(config: ConfigDict) -> dict[str, Any]:
-    """Returns the `config.json` of a folder for timm, but for the names of the classes.
+    """Returns the content of timm's `config.json` for a folder, except the class names.
 
     It has the name of timm's model and its keyword arguments. Raises `InputError` if timm cannot
     build the model from a folder.
@@ -43,8 +43,8 @@ def timm_card(config: ConfigDict) -> dict[str, Any]:
     data = config.data
     model = config.model
     needs = (
-        "'vit' or 'swin' to be exported: for the weights alone of a 'mixer' or 'convmixer', call "
-        "si.to_timm(model) in Python"
+        "'vit' or 'swin' to be exported: to get only the weights of a 'mixer' or 'convmixer', "
+        "call si.to_timm(model) in Python"
     )
     require("config.model.name", model.name, needs, model.name in ("vit", "swin"))
     arguments = dict(
@@ -65,7 +65,7 @@ def timm_card(config: ConfigDict) -> dict[str, Any]:
             class_token=by_token,
             global_pool="token" if by_token else "avg",
         )
-        if rope or model.layer_scale:  # timm's default is a scale with rotary positions, else none
+        if rope or model.layer_scale:  # timm's default: a scale only with rotary positions
             arguments["init_values"] = model.layer_scale or None
     else:
         name = "swin_tiny_patch4_window7_224"
@@ -103,7 +103,7 @@ def export(config: ConfigDict, workdir: str | Path, folder: Path, step: str = "n
     config_lib.validate(config)
     card = timm_card(config)
     is_run = (folder / "checkpoints").exists()
-    require("folder", str(folder), "another folder than the workdir of a run", not is_run)
+    require("folder", str(folder), "a folder other than the workdir of a run", not is_run)
     model, state = restore_model(config, workdir, jax.local_devices()[:1], step)
     weights = jax.device_get((state.params, state.model_state))
     weights = to_timm(nnx.merge(model.graphdef, *weights))

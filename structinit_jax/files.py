@@ -14,7 +14,7 @@ from etils import epath
 from structinit_jax.errors import InputError, StoppedError
 
 PARTIAL = ".partial-"  # prefix of temporary folders
-# How errors say that there is no room. Those of Orbax have no number.
+# Messages of errors for a full disk or quota. Orbax's errors have no errno.
 FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
 os.environ.setdefault("EPATH_USE_TF", "false")  # else etils uses TensorFlow for URLs, if installed
 
@@ -25,7 +25,7 @@ def is_url(workdir: epath.PathLike) -> bool:
 
 
 def open_path(workdir: epath.PathLike) -> epath.Path:
-    """Returns a workdir as an absolute path, or as one in object storage.
+    """Returns a workdir as an absolute path, or as a path in object storage.
 
     Raises `InputError` if the storage is not supported, or cannot be reached.
     """
@@ -37,7 +37,8 @@ def open_path(workdir: epath.PathLike) -> epath.Path:
     except Exception as error:  # each storage has its own errors
         raise InputError(
             f"workdir={workdir} cannot be used ({type(error).__name__}: {error}): gs:// needs "
-            "pip install '.[gcs]', s3:// '.[s3]', and both need access to the bucket"
+            "pip install '.[gcs]', s3:// needs pip install '.[s3]', and both need access to the "
+            "bucket"
         ) from error
     return path
 
@@ -46,7 +47,7 @@ def open_path(workdir: epath.PathLike) -> epath.Path:
 
 
 def read_file(path: epath.PathLike) -> bytes:
-    """Returns the content of a file; `InputError` if it is missing or cannot be read."""
+    """Returns the content of a file; raises `InputError` if it is missing or cannot be read."""
     try:
         return epath.Path(path).read_bytes()
     except OSError as error:
@@ -54,7 +55,7 @@ def read_file(path: epath.PathLike) -> bytes:
 
 
 def read_json(path: epath.PathLike) -> Any:
-    """Reads a JSON file; `InputError` if it is missing or anything else."""
+    """Reads a JSON file; raises `InputError` if it is missing or not JSON."""
     content = read_file(path)
     try:
         return json.loads(content)
@@ -67,9 +68,9 @@ def read_json(path: epath.PathLike) -> Any:
 
 @contextlib.contextmanager
 def replace_files(folder: epath.PathLike) -> Iterator[Path]:
-    """Yields a temporary folder, whose files replace those of a folder at the end of the context.
+    """Yields a temporary folder whose files are moved to `folder` at the end of the context.
 
-    After an error or a kill the old files are still there.
+    If the code inside fails or is killed, the old files are still there.
     """
     with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=folder) as temporary:
         yield Path(temporary)
@@ -78,7 +79,7 @@ def replace_files(folder: epath.PathLike) -> Iterator[Path]:
 
 
 def write_atomically(path: epath.PathLike, content: str | bytes) -> None:
-    """Replaces the content of a file. After a failure or a kill the old content is still there."""
+    """Replaces the content of a file. If this fails or is killed, the old content remains."""
     path = epath.Path(path)
     content = content.encode() if isinstance(content, str) else content
     if is_url(path):  # objects are written whole or not at all
@@ -90,14 +91,14 @@ def write_atomically(path: epath.PathLike, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def report_full_disk(workdir: epath.PathLike) -> Iterator[None]:
-    """Raises `StoppedError` for errors of a full disk or quota, whichever library raises them."""
+    """Turns any library's error about a full disk or quota into a `StoppedError`."""
     try:
         yield
     except Exception as error:
         if not (reasons := [text for text in FULL if text in str(error)]):
             raise
         raise StoppedError(
-            f"cannot write to {workdir}: {reasons[0]}. Its checkpoints are complete: make room and "
-            "run the same command again to resume",
+            f"cannot write to {workdir}: {reasons[0]}. Checkpoints are complete: free some space "
+            "and run the same command again to resume",
             exit_code=1,
         ) from error

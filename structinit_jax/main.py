@@ -3,7 +3,7 @@
     python -m structinit_jax.main --config=configs/vit_t_digits.py --workdir=/tmp/digits
 
 --mode=eval evaluates the newest checkpoint. --step=best selects the one with the highest accuracy
-on config.data.eval_split. To avoid choosing it by the test images, train with a validation split,
+on config.data.eval_split. To avoid selecting it on test images, train with a validation split,
 such as --config.data.train_split=train[:90%] --config.data.eval_split=train[90%:], and evaluate
 with --mode=eval --step=best --config.data.eval_split=test.
 
@@ -25,19 +25,19 @@ from structinit_jax.training import distributed
 from structinit_jax.training.metrics import read_metrics
 from structinit_jax.training.train import train
 
-with epy.lazy_imports():  # most runs need no dry run, and matplotlib at an evaluation
+with epy.lazy_imports():  # most runs need no dry run, and matplotlib only at an evaluation
     from structinit_jax import dry_run
     from structinit_jax.training import figures
 
 
 def define_flags() -> None:
-    """Defines the flags of this command alone."""
+    """Defines the flags specific to this command."""
     flags.DEFINE_enum("mode", "train", ["train", "eval"], "Train, or evaluate a checkpoint.")
     text = "Print sizes and memory without reading images or computing initial weights."
     flags.DEFINE_bool("dry_run", False, text)
     text = "Devices to compile for in a dry run, such as tpu-v5e:4x8 or h100:2x8."
     flags.DEFINE_string("target", None, text)
-    text = "First of four steps after the start to trace to profile/."
+    text = "First of four steps to trace to profile/, counted from the start or resume."
     flags.DEFINE_integer("profile_step", None, text, lower_bound=1)
     text = "Host and port of process 0, when several processes train."
     flags.DEFINE_string("coordinator_address", None, text)
@@ -57,7 +57,7 @@ def draw_curves(step: int, results: dict[str, float]) -> None:
 
 
 def main(overrides: command_line.Overrides) -> None:
-    """Trains, evaluates or does a dry run, as the flags say; `overrides` set config fields."""
+    """Trains, evaluates or does a dry run, as the flags say; `overrides` sets config fields."""
     evaluates = FLAGS.mode == "eval"
     for name in ("dry_run", "target", "profile_step") if evaluates else ("step", "out"):
         if FLAGS[name].value:
@@ -68,7 +68,7 @@ def main(overrides: command_line.Overrides) -> None:
     if FLAGS.dry_run or FLAGS.target:
         dry_run.dry_run(config, FLAGS.target)
     elif evaluates:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX has only noted it since `join`.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # After `join`, JAX only records it.
         workdir = command_line.required_workdir()
         out = command_line.out_folder("") if FLAGS.out else None
         evaluate.evaluate_checkpoint(config, workdir, FLAGS.step or "newest", out)

@@ -1,13 +1,13 @@
-"""Prepares a data set for training, once, and reports what it contains.
+"""Prepares a data set for training (needed once) and reports what it contains.
 
     python -m structinit_jax.prepare --name=cifar10
     python -m structinit_jax.prepare --name=folder --data_dir=DIR
     python -m structinit_jax.prepare --name=imagenet2012 --manual_dir=ARCHIVES
 
 For digits, fashion_mnist, image folders and data sets of your own, this only prints the report. All
-others are downloaded and prepared by TFDS's own builder; only this needs TensorFlow
-(`pip install '.[prepare]'`). Archives that TFDS cannot download, such as ILSVRC2012_img_train.tar
-and ILSVRC2012_img_val.tar of ImageNet-1K, it takes from the folder --manual_dir.
+others are downloaded and prepared by their TFDS builders, the only step that needs TensorFlow
+(`pip install '.[prepare]'`). TFDS reads archives that it cannot download, such as ImageNet-1K's
+ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar, from the --manual_dir folder.
 """
 
 import importlib.util
@@ -27,13 +27,13 @@ with epy.lazy_imports():  # takes a quarter of a second
     import tensorflow_datasets as tfds
 
 MAX_SHOWN_CLASSES = 10
-MAX_AVERAGED = 1000  # images, which fixes mean and deviation to about 0.01
+MAX_AVERAGED = 1000  # images, enough to know mean and deviation to about 0.01
 
 
 def define_flags() -> None:
     """Defines the flags of this command."""
     flags.DEFINE_string("name", None, "TFDS name, 'folder' or 'module:function'.", required=True)
-    text = "Folder of TFDS's data sets, of the images ('folder'), or of fashion_mnist."
+    text = "Folder that holds TFDS's data sets, the images ('folder') or fashion_mnist."
     flags.DEFINE_string("data_dir", None, text)
     text = "Folder of archives that TFDS cannot download (default: downloads/manual in --data_dir)."
     flags.DEFINE_string("manual_dir", None, text)
@@ -42,10 +42,10 @@ def define_flags() -> None:
 
 
 def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> None:
-    """Prepares a data set so that `open_dataset` can open it by the same name and `data_dir`.
+    """Prepares a data set so that `open_dataset` can open it with the same name and `data_dir`.
 
-    `manual_dir` has the archives that TFDS cannot download, by default `downloads/manual` in
-    `data_dir`. Raises `InputError` if the name is unknown, or if it cannot be prepared.
+    `manual_dir` holds the archives that TFDS cannot download, by default `downloads/manual` in
+    `data_dir`. Raises `InputError` if the name is unknown or the data set cannot be prepared.
     """
     if name in OPENERS or is_reference(name):
         return
@@ -66,8 +66,8 @@ def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> No
 def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> list[str]:
     """Checks `num_checked` evenly spaced examples, or all if it is 0, and returns lines to print.
 
-    The lines tell the classes, image sizes, mean and standard deviation of the pixels as
-    `config.data.mean` and `std` take them, invalid labels, and each image that cannot be decoded.
+    The lines report the classes, the image sizes, the mean and standard deviation of the pixels (as
+    in `config.data.mean` and `std`), invalid labels, and each image that cannot be decoded.
     """
     checked = source.evenly_spaced(num_checked or len(source))
     good, sizes, problems = checked.split_bad_images()
@@ -94,9 +94,9 @@ def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> l
 
 
 def mean_and_std(source: ImageSource) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns mean and standard deviation by channel, of pixels scaled to [0, 1].
+    """Returns the mean and standard deviation of each channel, for pixels scaled to [0, 1].
 
-    Every image counts as much as any other.
+    All images have equal weight, whatever their size.
     """
 
     def moments(image, label):
@@ -126,8 +126,8 @@ def report(dataset: Dataset, num_checked: int) -> None:
                 bad += line.startswith("bad: ")
     if bad:
         raise InputError(
-            f"{bad} bad images or labels are listed above: mend them; images that cannot be "
-            "decoded can be left out of training with --config.data.on_bad_image=skip"
+            f"{bad} bad images or labels are listed above: fix them; to leave images that cannot "
+            "be decoded out of training, pass --config.data.on_bad_image=skip"
         )
 
 

@@ -1,25 +1,25 @@
 """Every random stream of a run, as a function of its seed.
 
-JAX's keys serve what runs on devices: initial weights, and augmentation and drop path by step. What
-hosts draw, the order of the examples and the boxes of random crops, comes from NumPy's Philox, of
-which NumPy guarantees the raw output across versions, unlike that of `Generator`.
+Devices use JAX keys, for initial weights and for augmentation and drop path at each step. Hosts use
+NumPy's Philox, for the order of the examples and the boxes of random crops. NumPy guarantees that
+Philox's raw output stays the same across versions, unlike the output of `Generator`.
 """
 
 import jax
 import numpy as np
 from jaxtyping import ArrayLike, PRNGKeyArray, UInt64
 
-# Counters of Philox, by what is drawn.
+# Philox counters, one for each kind of draw.
 ORDER = (0, 0, 0, 0)
 BOX = (0, 0, 0, 1)
 INTERPOLATION = (0, 0, 0, 2)
 
 
 def split_seed(seed: ArrayLike) -> tuple[PRNGKeyArray, PRNGKeyArray, PRNGKeyArray]:
-    """Returns the random keys of weights, attention_init and steps for `config.seed`.
+    """Returns the random keys for weights, attention_init and steps, from `config.seed`.
 
-    They are Threefry's whatever JAX's default is: with others, such as 'rbg', what `jax.vmap` draws
-    for an image depends on the number of images of its device.
+    The keys use Threefry, whatever JAX's default is: with other generators, such as 'rbg', the
+    numbers that `jax.vmap` draws for an image depend on the number of images on its device.
     """
     rng = jax.random.key(seed, impl="threefry2x32")
     params_rng, attention_rng, steps_rng = jax.random.split(rng, 3)
@@ -27,7 +27,7 @@ def split_seed(seed: ArrayLike) -> tuple[PRNGKeyArray, PRNGKeyArray, PRNGKeyArra
 
 
 def step_rngs(seed: ArrayLike, step: ArrayLike) -> tuple[PRNGKeyArray, PRNGKeyArray]:
-    """Returns the random keys of augmentation and model for a step, counted from 0."""
+    """Returns the random keys for augmentation and model at a step, counted from 0."""
     _, _, steps_rng = split_seed(seed)
     augment_rng, model_rng = jax.random.split(jax.random.fold_in(steps_rng, step))
     return augment_rng, model_rng

@@ -48,7 +48,7 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
 
 
 def describe_target(target: np.ndarray, smoothing: float, class_names: Sequence[str]) -> str:
-    """Names the classes of a target whose label smoothing is undone, such as '70% cat, 30% dog'."""
+    """Names the classes of a target without its label smoothing, such as '70% cat, 30% dog'."""
     weights = (target - smoothing / len(target)) / (1 - smoothing)
     classes = [label for label in np.argsort(-weights, kind="stable")[:2] if weights[label] > 0.005]
     if len(classes) == 1:
@@ -64,13 +64,13 @@ def draw(images: np.ndarray, captions: Sequence[str]) -> Figure:
         axis = figure.add_subplot(rows, COLUMNS, place)
         axis.set_axis_off()
         axis.imshow(image, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
-        # The name of a class is that of a folder, which need not be text.
+        # Class names can be folder names, which are not always valid text.
         axis.set_title(printable(caption)[:24], fontsize=5, parse_math=False)
     return figure
 
 
 def define_flags() -> None:
-    """Defines the flags of this command alone."""
+    """Defines the flags specific to this command."""
     flags.DEFINE_integer("step", 1, "Training step, counted from 1.", 1, 10**9 - 1)
 
 

@@ -26,17 +26,17 @@ import jax
 import numpy as np
 import pytest
 
-gc.set_threshold(100_000)  # as commands do
+gc.set_threshold(100_000)  # as the commands do
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory):
-    """Equal programs of all tests, of the commands they run and of both workers compile once."""
+    """Compiles identical programs of all tests, their commands and both workers only once."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # of the session
+        folder = folder.parent  # shared by the session
     folder = Path(os.environ.get("TEST_CACHE_DIR", folder))  # kept between sessions if set
     fork_main.ENVIRONMENT["XDG_CACHE_HOME"] = str(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder / "structinit_jax" / "xla"))
@@ -103,7 +103,7 @@ def workdir(finished_run, tmp_path):
 
 
 def make_batch(**arrays):
-    """A batch of random digits, with other or further arrays."""
+    """A batch of random digits, with arrays replaced or added."""
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (64, 8, 8, 1), dtype=np.uint8)
     return {"image": images, "label": rng.integers(0, 10, 64, dtype=np.int32), **arrays}
@@ -139,7 +139,7 @@ def set_up(config, devices=None):
 
 
 def place(state, setup):
-    """Puts a state from the host on the devices, as the training step of `set_up` needs."""
+    """Puts a host state on the devices, as the training step of `set_up` expects."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract_state)
     return jax.device_put(state, shardings)
 
@@ -152,14 +152,14 @@ def library_promotion_rules():
 
 @pytest.fixture
 def library_promotion():
-    """JAX's default promotion rules, for code of optax and Flax that relies on them."""
+    """JAX's default promotion rules, for optax and Flax code that relies on them."""
     with library_promotion_rules():
         yield
 
 
 @contextlib.contextmanager
 def small_files_only(num_bytes):
-    """As good as a full disk: within the context no file can grow beyond so many bytes."""
+    """Simulates a full disk: within the context, no file can grow beyond `num_bytes`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

@@ -20,7 +20,7 @@ WIDTH, HEADS, DIM, LAYERS, GRID = 32, 4, 8, 2, (4, 4)
 TOKENS = 16
 FOLDER = pathlib.Path(__file__).parent / "references"
 NAMES = json.loads((FOLDER / "state_dict_names.json").read_text())
-STATE_DICTS = {  # number of heads of each state dict of torch, and the grid to find
+STATE_DICTS = {  # number of heads and expected grid of each PyTorch state dict
     **dict.fromkeys(NAMES, (4, (6, 6))),
     **dict.fromkeys(("timm", "timm_distilled"), (3, (14, 14))),
     **dict.fromkeys(("open_clip", "equinox", "naflex", "compiled"), (3, (14, 14))),
@@ -37,7 +37,7 @@ def noise(size):
 
 
 def state_dict(name, dtype=np.float32):
-    """NumPy arrays with the names and shapes of a real model's state dict; norms at their start."""
+    """NumPy arrays with the names and shapes of a real state dict; norms have initial values."""
     shapes = NAMES[name]
     starts = range(len(shapes))  # no two arrays are equal
 
@@ -57,7 +57,7 @@ def normal(rng, *shape):
 
 
 def normal_scheme(rng, site):
-    """A scheme with sharp random maps and a new encoding that needs no compilation."""
+    """A scheme with sharp random maps and new positions; needs no compilation."""
     rng = np.random.default_rng(1)
     layers = (site.num_layers, site.width, site.num_heads, site.head_dim)
     query, key, value = (site.width**-0.5 * normal(rng, *layers) for _ in range(3))
@@ -148,7 +148,7 @@ def linen_tree(kind):
 
 
 def deit3_tree():
-    """Parameters in the layout of deit3-jax, whose position table has the axes of the grid."""
+    """Parameters in the layout of deit3-jax, whose position table has the grid's axes."""
     rng, tree = np.random.default_rng(0), {"head": {"kernel": np.zeros((WIDTH, 10))}}
     for i in range(LAYERS):
         block = linen_block(rng)
@@ -180,7 +180,7 @@ class Encoder(nnx.Module):
 
 
 class NNXModel(nnx.Module):
-    """Names as in jimm, with a class token, a pooling head and a parameter of position numbers."""
+    """Named as in jimm, with a class token, a pooling head and position indices as a parameter."""
 
     def __init__(self, rngs):
         self.cls_token = nnx.Param(jnp.zeros((1, 1, WIDTH)))
@@ -214,7 +214,7 @@ def split(params, fused, parts):
 
 
 def open_clip():
-    """Both towers of CLIP, the one for text under names like those of the one for images."""
+    """Both towers of CLIP; the text tower's names resemble the image tower's."""
     names = dict(cls_token="class_embedding", pos_embed="positional_embedding")
     names |= dict(patch_embed__proj="conv1", blocks="transformer.resblocks", norm="ln_")
     names |= dict(qkv__="in_proj_", attn__proj="attn.out_proj", fc1="c_fc", fc2="c_proj")
@@ -226,14 +226,14 @@ def open_clip():
 
 
 def vision_language():
-    """InternVL with its language model, whose projections have names of another project."""
+    """InternVL with its language model, whose projections are named as in another project."""
     vision = {f"model.vision_tower.{k}": array for k, array in state_dict("internvl").items()}
     attention, square = "model.language_model.layers.{}.self_attn.{}_proj.weight", np.ones((32, 32))
     return vision | {attention.format(i, field): square for i in range(3) for field in "qkvo"}
 
 
 def equinox():
-    """Equinox's modules have torch's layouts; the names beside attention are the user's."""
+    """Equinox modules have PyTorch's layouts; users choose the names outside attention."""
     params = renamed(attn__proj="attn.output_proj", mlp__fc="mlp.layers.")
     params = split(params, "qkv", ("query_proj", "key_proj", "value_proj"))
     params["patch_embed.proj.bias"] = params["patch_embed.proj.bias"][:, None, None]
@@ -241,7 +241,7 @@ def equinox():
 
 
 def naflex():
-    """NaFlexViT: patches through a linear layer, and a table with the axes of the grid."""
+    """NaFlexViT: a linear patch embedding, and a position table with the grid's axes."""
     params = renamed(patch_embed="embeds", cls_token="embeds.cls_token")
     kernel = params["embeds.proj.weight"]
     params["embeds.proj.weight"] = kernel.transpose(0, 2, 3, 1).reshape(len(kernel), -1)

@@ -1,4 +1,4 @@
-"""Runs commands of the package in forks of a server that has imported it already.
+"""Runs commands of the package in forks of a server that has already imported it.
 
 Imports take most of a short command's time. Like `python -m`, a fork is a process with its own
 signals, exit status, output and devices.
@@ -22,16 +22,16 @@ ROOT = Path(__file__).parent.parent
 CONTEXT = multiprocessing.get_context("forkserver")
 MODULES = ["structinit_jax.dry_run", "structinit_jax.training.train"]
 CONTEXT.set_forkserver_preload(["pytest", *MODULES])
-# Most of the tests' time is compilation, of which the first and the last flag leave a quarter. The
-# second keeps programs from rounding differently: it leaves out fused multiply-add instructions.
-# The third keeps programs whole: splitting one takes longer than compiling its parts at once saves.
+# The tests spend most of their time compiling; the first and last flags cut it to a quarter. The
+# second disables fused multiply-add instructions, so that programs do not round differently. The
+# third keeps programs whole: splitting them costs more time than compiling in parallel saves.
 FAST_COMPILATION = (
     "--xla_backend_optimization_level=0 --xla_cpu_max_isa=AVX "
     "--xla_cpu_parallel_codegen_split_count=1"
 )
-if jaxlib.version.__version_info__ < (0, 11):  # later ones do not know it, and abort
+if jaxlib.version.__version_info__ < (0, 11):  # later versions abort on this flag
     FAST_COMPILATION += " --xla_cpu_use_fusion_emitters=false"
-# Of every command; conftest.py adds the folder of compiled programs.
+# For every command; conftest.py adds the compilation cache directory.
 ENVIRONMENT = {"XLA_FLAGS": FAST_COMPILATION, "JAX_PLATFORMS": "cpu"}
 TINY = [  # arguments for a model that compiles in a second or two
     "--config=configs/vit_t_digits.py",
@@ -88,8 +88,8 @@ def run(*arguments, timeout=300, **options):
 def free_port():
     """Returns a port of 127.0.0.1 on which a command can listen.
 
-    It is below those of outgoing connections, one of which could take it before the command does.
-    The choice is random: the coordinators of two tests would share a port without an error.
+    It is below the ports of outgoing connections, which could take it before the command does.
+    The choice is random because the coordinators of two tests would share a port without an error.
     """
     for port in random.sample(range(20_000, 32_000), 100):
         with contextlib.closing(socket.socket()) as probe, contextlib.suppress(OSError):
@@ -112,4 +112,4 @@ def _run_module(module, arguments, paths, folder, environment):
         else:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
-        atexit._run_exitfuncs()  # multiprocessing would not; JAX leaves the other processes here
+        atexit._run_exitfuncs()  # multiprocessing skips these; JAX disconnects here

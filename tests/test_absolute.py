@@ -88,7 +88,7 @@ def test_learned_positions_are_kept_on_request_and_scaled():
         return scheme(RNG, dataclasses.replace(site, positions=positions))
 
     weights = init(positions)
-    assert jax.eval_shape(init, positions).query.shape == weights.query.shape  # they may be traced
+    assert jax.eval_shape(init, positions).query.shape == weights.query.shape  # traced positions
     assert weights.positions is None
     assert weights.position_scale == 18
     maps = head_maps(weights, 18 * np.asarray(positions))
@@ -180,7 +180,7 @@ IMPULSE_AND_BOX = np.stack([np.eye(9)[0].reshape(3, 3), np.ones((3, 3))])
         ("filters", dict(filters=np.ones((1, 4, 4)))),
         ("grid=.* dilation", dict(dilation=5)),
         ("grid=.* dilation", dict(dilation=200_000)),
-        # Uniform attention pays 9 / 35 to the second filter.
+        # Uniform attention puts 9 / 35 on the second filter.
         ("target_mass=0.2", dict(filters=IMPULSE_AND_BOX, target_mass=0.2)),
         ("target_mass=0.3.* a larger grid", dict(filters=np.ones((1, 15, 15)))),
     ],

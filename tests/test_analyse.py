@@ -63,12 +63,12 @@ def test_images_are_a_fixed_part_of_the_training_split():
     images = collect.read_images(config, NUM_IMAGES)
     assert images.shape == (NUM_IMAGES, 8, 8, 1)
     source = build.open_split(config, build.open_data(config), "train_split")
-    ((last, _),) = source.read([len(source) - 1])  # they are spread over the split
+    ((last, _),) = source.read([len(source) - 1])  # images are spread over the split
     np.testing.assert_array_equal(images[-1], collect.CenterCrop(8, 1.0)(last))
     np.testing.assert_array_equal(images, collect.read_images(config, NUM_IMAGES + 7))
     config.seed = 1
     np.testing.assert_array_equal(images, collect.read_images(config, NUM_IMAGES))
-    config.data.crop_fraction = 0.5  # as of the test images
+    config.data.crop_fraction = 0.5  # as for test images
     assert np.any(images != collect.read_images(config, NUM_IMAGES))
     assert collect._start_name(config) == "impulse"
     config.start_from = "teacher.safetensors"
@@ -105,7 +105,7 @@ def test_targets_are_those_that_the_solve_reaches():
     index, targets = initial.targets["blocks"]
     np.testing.assert_array_equal(targets, filter_maps((4, 4)))
     params, state = initial.weights
-    # Without content, what is left is the position encoding, for which the heads were solved.
+    # Without content, only the position encoding is left, for which the heads were solved.
     params["patch_embedding"] = jax.tree.map(lambda x: 0 * x, params["patch_embedding"])
     weights = {"": (params, state)}
     (snapshot,) = collect.observe(config, model, initial.targets, weights, images)
@@ -123,7 +123,7 @@ def test_swin_is_measured_within_windows():
     layers = start("swin")[2].layers
     assert [layer.name for layer in layers] == ["1.1", "1.2", "2.1"]
     assert [layer.maps.shape for layer in layers] == [(1, 16, 16)] * 2 + [(2, 16, 16)]
-    # The first block of a stage is not shifted, so that it has the default target mass.
+    # The first block of a stage is not shifted, so it has the default target mass.
     for layer in (layers[0], layers[2]):
         np.testing.assert_allclose(layer.measures["target_mass"], 0.3, atol=0.05)
         np.testing.assert_allclose(layer.measures["hit_rate"], 1, atol=0.05)
@@ -137,7 +137,7 @@ def test_the_inputs_of_a_convmixer_have_a_stable_rank(tmp_path):
     ranks = ((values**2).sum(axis=-1) / values[..., 0] ** 2).mean(axis=-1)
     found = [layer.measures["input_rank"] for layer in snapshot.layers]
     np.testing.assert_allclose(found, ranks[:, None], rtol=1e-4)
-    (tmp_path / "maps.png").touch()  # of another model
+    (tmp_path / "maps.png").touch()  # left by another model
     analyse.write([snapshot], "ConvMixer", tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"analysis.json", "by_layer.png"}
 
@@ -147,7 +147,7 @@ def test_maps_their_corners_and_kernels_are_drawn_as_they_are(tmp_path, monkeypa
     save = figures._save
     monkeypatch.setattr(figures, "_save", lambda *args: (drawn.append(args[0]), save(*args)))
     maps = filter_maps((4, 5))[:6].reshape(2, 3, 20, 20)
-    title = os.fsdecode(b"$x_{$ \xff")  # neither markup nor text
+    title = os.fsdecode(b"$x_{$ \xff")  # invalid as mathtext and as UTF-8
     figures.draw_maps({"$x_{$": maps}, (4, 5), title, tmp_path / "maps.png")
     images = drawn[0].axes[0].images
     assert {image.get_clim() for image in images} == {(0, 1)}
@@ -215,10 +215,10 @@ def test_the_command_compares_a_run_with_its_start(finished_run, tmp_path):
     assert [model["name"] for model in models] == ["impulse, step 0", "impulse, step 12"]
     before, after = [model["layers"][1]["measures"] for model in models]
     assert len(after["target_mass"]) == 2
-    assert sum(before["target_mass"]) > sum(after["target_mass"])  # training leaves the targets
+    assert sum(before["target_mass"]) > sum(after["target_mass"])  # training moves off the targets
     for name in ("by_layer", "maps"):
         picture = np.asarray(Image.open(out / f"{name}.png").convert("L"), np.float32)
         assert picture.shape[1] > 500
-        assert picture.std() > 10  # something is drawn
+        assert picture.std() > 10  # not blank
     with np.load(out / "maps.npz") as maps:
         assert maps["impulse, step 12/layer 2"].shape == (2, 16, 16)

@@ -1,4 +1,4 @@
-"""Attention and its projections: the programs for each kind of device, and their numbers."""
+"""Attention and its projections: the programs for each kind of device, and their results."""
 
 import re
 import types
@@ -22,7 +22,7 @@ FORWARD, BACKWARD = "__cudnn$fmhaSoftmax(", "__cudnn$fmhaSoftmaxBackward("
 
 @pytest.fixture
 def cudnn(monkeypatch):
-    """JAX traces a call of cuDNN only if it finds the library on this machine."""
+    """Pretends that cuDNN is installed: JAX traces calls to it only then."""
     monkeypatch.setattr(CHECK, lambda: 90800)
 
 
@@ -57,7 +57,7 @@ def attend_and_differentiate(attend):
     ],
 )
 def test_cuda_programs_call_cudnn_and_hold_no_maps(cudnn, changes, expected):
-    # One block, since JAX 0.10 shares the text of equal calls.
+    # One block, because JAX 0.10 writes identical calls only once.
     program = lower(gradient(make("vit", **BF16, depth=1, **changes)), IMAGES)
     assert calls(program) == expected
     assert not re.search("x2x(16x16|17x17|18x18)x", program)
@@ -76,7 +76,7 @@ def test_runs_under_vmap_share_one_call(cudnn):
     ("family", "changes"),
     [
         ("vit", {}),
-        ("vit", dict(**BF16, num_heads=4)),  # of 4 channels, where cuDNN needs a multiple of 8
+        ("vit", dict(**BF16, num_heads=4)),  # 4 channels per head; cuDNN needs a multiple of 8
         ("swin", BF16),  # with a bias
     ],
 )

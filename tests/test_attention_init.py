@@ -1,4 +1,4 @@
-"""What all schemes have in common, and how `impulse` and the others check and pass on options."""
+"""Properties shared by all schemes, and how the schemes check and pass on their options."""
 
 import dataclasses
 import itertools
@@ -49,7 +49,7 @@ UNSUPPORTED = [("mimetic", ConvSite)] + [
     and (name, site_type) not in (("impulse_2024", ConvSite), ("impulse_mimetic", RotarySite))
 ]
 OPTIONS = {("impulse_2024", AttentionSite): {"max_steps": 20}}
-# The pseudo-inverse amplifies rounding: positions that differ in their last bit already change the
+# The pseudo-inverse amplifies rounding: a difference in the last bit of the positions changes the
 # weights by 1e-4.
 TOLERANCES = {"impulse_2025": 1e-3}
 
@@ -81,7 +81,7 @@ def test_every_scheme_has_the_documented_shapes_and_can_be_traced(name, site_typ
         assert index.max() < len(eager.targets)
         assert len(index) == (2 if name == "impulse_mimetic" else 3)  # half of three, rounded up
     lowered = jax.jit(lambda rng: scheme(rng, site)).lower(RNG)
-    # Devices that decompose batches of matrices at the same time may wait for each other forever.
+    # Devices that decompose batches of matrices at the same time can deadlock.
     batched = r"(@lapack|cholesky|triangular_solve).*tensor<\d+x\d+x\d+x"
     assert not re.search(batched, lowered.as_text())
     jitted = lowered.compile()(RNG)
@@ -129,7 +129,7 @@ def test_positions_are_scaled_or_replaced_but_not_both(name, library_promotion):
     site, options = SITES[AttentionSite], OPTIONS.get((name, AttentionSite), {})
     zeros = np.zeros((30, 32), np.float32)
     trainable = dataclasses.replace(site, positions=zeros, positions_trainable=True)
-    if name in ("default", "impulse_2025"):  # which keep learned positions unless told otherwise
+    if name in ("default", "impulse_2025"):  # these keep learned positions by default
         options = dict(replace_positions=True)
         with pytest.raises(InputError, match=r"^position_scale=2\.0"):
             SCHEMES[name](**options, position_scale=2.0)

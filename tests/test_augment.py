@@ -27,7 +27,7 @@ LABELS = np.arange(16, dtype=np.int32) % 5
 
 
 def make(num_classes=5, label_smoothing=0.0, mesh=None, **fields):
-    """An augmentation with some fields of `config.augment`, and the others at their defaults."""
+    """An augmentation with the given fields of `config.augment` and defaults for the others."""
     config = base_config().augment
     config.update(fields)
     options = dict(num_classes=num_classes, label_smoothing=label_smoothing, mesh=mesh)
@@ -58,7 +58,7 @@ def test_result_is_the_same_on_one_and_on_eight_devices():
     step = jax.jit(make(mesh=mesh, **RECIPE), out_shardings=sharded).lower(rng, *batch).compile()
     for a, b in zip(step(rng, *batch), whole_recipe(rng, IMAGES, LABELS), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
-    # A group of two images is on one device, so nothing moves between devices.
+    # Both images of a group are on one device, so nothing moves between devices.
     collectives = "all-gather|all-reduce|all-to-all|collective-permute"
     assert not re.findall(rf"= (\S+) (?:{collectives})\(", step.as_text())
 

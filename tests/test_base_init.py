@@ -37,7 +37,7 @@ def test_initial_values_are_distributed_as_timms(family, base_init, scheme):
     }
     for name, (mean, std, largest) in zip(names, statistics, strict=True):
         ours, count = values[name], values[name].size
-        # Five standard errors of the difference of two samples.
+        # Five standard errors of the difference between two sample means.
         assert abs(ours.mean() - mean) <= 5 * std * (2 / count) ** 0.5, name
         assert abs(ours.std() - std) <= 5 * std * count**-0.5, name
         uniform = largest < 1.8 * std

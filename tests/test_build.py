@@ -1,4 +1,4 @@
-"""The parts of a run that a config describes, and the memory of its step."""
+"""The parts of a run built from a config, and the memory of its training step."""
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ def test_a_step_fits_what_images_leave():
     with pytest.raises(InputError, match=r"config\.model\.remat"):
         check_memory(step, 1001, needed + 1000)
     donated = jax.jit(lambda x: x + 1, donate_argnums=0).lower(jnp.zeros(10**6)).compile()
-    assert bytes_needed(donated) < 1.5 * 4 * 10**6  # the result is where the argument was
+    assert bytes_needed(donated) < 1.5 * 4 * 10**6  # the result reuses the argument's buffer
 
 
 def test_out_of_memory_names_fields_and_other_errors_pass():

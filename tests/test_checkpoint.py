@@ -20,7 +20,7 @@ from structinit_jax.training import checkpoint_files as files_lib
 from structinit_jax.training.sharding import make_mesh, replicated, shard_params
 from structinit_jax.training.state import TrainState
 
-# TensorStore may call back into the event loop of a failed save or restore, which is closed.
+# After a failed save or restore, TensorStore may call back into its closed event loop.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
@@ -77,7 +77,7 @@ def directory(saved, tmp_path):
 
 @pytest.fixture(scope="module")
 def s3():
-    """A bucket on an S3 server on this machine; it comes with `pip install '.[emulators]'`."""
+    """A bucket on a local S3 server, which `pip install '.[emulators]'` installs."""
     pytest.importorskip("s3fs")
     server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
     server.start()
@@ -94,13 +94,13 @@ def s3():
 
 @pytest.fixture(scope="module")
 def gs():
-    """A bucket on a Cloud Storage server on this machine, also of '.[emulators]'."""
+    """A bucket on a local Cloud Storage server, also from '.[emulators]'."""
     pytest.importorskip("gcsfs")
     emulator = pytest.importorskip("gcp_storage_emulator.server")
 
     class Parser(emulator.BytesParser):
         def parsebytes(self, data):
-            # A carriage return at the end of a file would be taken for a part of the next line end.
+            # A carriage return at the end of a file would be read as part of the next line ending.
             return super().parsebytes(data.replace(b"\r\n--==0==", b"\r\r\n--==0=="))
 
     port = fork_main.free_port()
@@ -136,7 +136,7 @@ def test_a_damaged_checkpoint_is_skipped_and_overwritten(directory, damage, name
     with opened(directory) as checkpoints:
         assert checkpoints.latest_step == 8
         assert_restores(directory, 8)
-        # A kill while it was written or deleted leaves no run.json.
+        # A process killed while writing or deleting a checkpoint leaves no run.json.
         assert (directory / "12").exists() == ((name, damage) != ("run.json", Path.unlink))
         save(checkpoints, 12)
     assert checkpoint.find_step(directory) == 12
@@ -156,14 +156,14 @@ def test_a_first_upload_that_one_process_has_not_finished_is_no_damage(tmp_path,
     (tmp_path / "4" / "index_0.json").unlink()
     with pytest.raises(InputError, match="has no intact checkpoint"), opened(tmp_path):
         pass
-    monkeypatch.setattr(checkpoint, "is_url", lambda path: True)  # a folder as the bucket
+    monkeypatch.setattr(checkpoint, "is_url", lambda path: True)  # a folder stands in for a bucket
     with opened(tmp_path) as checkpoints:
         assert checkpoints.latest_step is None
 
 
 def test_nothing_of_another_program_is_deleted(directory, capsys):
     (directory / "12" / checkpoint.RUN).unlink()
-    for name in ("state.orbax-checkpoint-tmp-1", ".partial-1"):  # a kill leaves them
+    for name in ("state.orbax-checkpoint-tmp-1", ".partial-1"):  # left by a killed process
         (directory / "12" / name).mkdir()
     others = [directory / name for name in ("16/notes.txt", "20/state_dict", "24/state/a", "24/b")]
     for path in others:
@@ -178,7 +178,7 @@ def test_nothing_of_another_program_is_deleted(directory, capsys):
             save(checkpoints, 24)
     assert all(path.exists() for path in others)
     said = capsys.readouterr().out
-    assert f"note: deleted checkpoint {directory / '12'}, " in said
+    assert f"note: deleted incomplete checkpoint {directory / '12'}\n" in said
     assert f"note: skipping checkpoint {directory / '24'}: " in said
 
 
@@ -228,7 +228,7 @@ def test_an_index_names_files_of_the_state_alone(directory, name, capsys):
 
 
 def test_files_of_the_state_that_no_index_names_are_noticed(directory, capsys):
-    (directory / "12" / "state" / ".DS_Store").touch()  # of a file manager
+    (directory / "12" / "state" / ".DS_Store").touch()  # left by a file manager
     assert checkpoint.find_step(directory) == 12
     index = directory / "12" / "index_0.json"
     content = read_json(index)
@@ -236,7 +236,7 @@ def test_files_of_the_state_that_no_index_names_are_noticed(directory, capsys):
         rest = {file: digest for file, digest in content["files"].items() if file != name}
         files_lib.write_json(epath.Path(index), content | {"files": rest})
         assert checkpoint.find_step(directory) == 8
-        assert f"{name} is in no index" in capsys.readouterr().out
+        assert f"{name} is not listed in any index" in capsys.readouterr().out
 
 
 def test_a_checkpoint_of_another_version_is_not_damaged(directory):
@@ -248,7 +248,7 @@ def test_a_checkpoint_of_another_version_is_not_damaged(directory):
         checkpoint.Checkpoints(directory, keep=2)
 
 
-@pytest.mark.filterwarnings("ignore")  # of the emulators and clients
+@pytest.mark.filterwarnings("ignore")  # from the emulators and clients
 @pytest.mark.parametrize("storage", ["tmp_path", "s3", "gs"])
 def test_checkpoints_are_kept_at_odd_paths_and_in_object_storage(request, storage):
     name = "[a] b*" if storage == "tmp_path" else "run"
@@ -280,7 +280,7 @@ def test_arrays_are_restored_on_other_meshes(tmp_path):
 
 
 def test_a_checkpoint_is_saved_where_implicit_transfers_are_not_allowed(tmp_path):
-    # A CPU copies arrays of 4 bits as a TPU copies all, and shares the memory of others.
+    # On a CPU only 4-bit arrays are copied, as all arrays are on a TPU; others share memory.
     state = TrainState(jnp.int32(4), {"kernel": jnp.ones(8, jnp.int4)}, {}, {})
     with opened(tmp_path) as checkpoints, jax.transfer_guard("disallow"):
         save(checkpoints, 4, state)
@@ -304,7 +304,7 @@ def test_accuracies_on_other_images_are_not_compared(directory):
     with opened(directory) as checkpoints:
         for step, accuracy in ((16, 0.1), (20, 0.1), (24, None), (28, 0.02), (32, None)):
             save(checkpoints, step, accuracy=accuracy, evaluation="train[90%:]")
-    assert checkpoint.find_step(directory, "best") == 20  # the newer of two that are as good
+    assert checkpoint.find_step(directory, "best") == 20  # the newer of two equally good ones
     assert [p.name for p in checkpoint.step_folders(directory)] == ["32", "28", "20"]
 
 
@@ -312,9 +312,9 @@ def test_the_newest_the_best_or_any_checkpoint_is_found(directory, capsys):
     steps = {wanted: checkpoint.find_step(directory, wanted) for wanted in ("newest", "best", "8")}
     assert steps == {"newest": 12, "best": 4, "8": 8}
     assert checkpoint.find_step(directory, "5") is None
-    with pytest.raises(InputError, match=r"step='last' must be 'newest', 'best' or the number"):
+    with pytest.raises(InputError, match=r"step='last' must be 'newest', 'best' or a step number"):
         checkpoint.find_step(directory, "last")
-    flip_byte(directory / "4" / "run.json")  # the accuracy, too, counts only if it is intact
+    flip_byte(directory / "4" / "run.json")  # its accuracy counts only if it is intact
     assert checkpoint.find_step(directory, "best") == 8
     assert f"note: skipping checkpoint {directory / '4'}: run.json" in capsys.readouterr().out
 

@@ -1,7 +1,7 @@
-"""The notebooks: executed cell by cell with small sizes, and checked as they are stored.
+"""The notebooks: run from top to bottom with small sizes, and checked as stored.
 
-Cells tagged "torch" run only where torch, timm and transformers can be imported; elsewhere, the
-cells on Flax models run alone. The stored outputs are those of an environment with all three.
+Cells tagged "torch" run only where torch, timm and transformers can be imported; elsewhere, only
+the cells on Flax models run. The stored outputs are from an environment with all three.
 """
 
 import base64
@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 ROOT = Path(__file__).parent.parent
-SMALL = {  # what replaces the cell of parameters
+SMALL = {  # replaces the parameter cell
     "quickstart": dict(EPOCHS=0.4, WORKDIR=""),
     "compare": dict(EPOCHS=0.4, SEEDS=1, SCHEMES=["impulse"], WORKDIR=""),
     "why_it_works": dict(
@@ -25,7 +25,7 @@ SMALL = {  # what replaces the cell of parameters
     "your_own_model": dict(DEPTH=2),
 }
 VIT = {"64, depth=4, num_heads=4, patch_size=1": "32, depth=2, num_heads=2, patch_size=2"}
-SMALLER = {  # texts to replace in the other cells
+SMALLER = {  # replacements in the other cells
     "quickstart": {"(14, 14), 192, 3, 64": "(6, 6), 48, 3, 16", **VIT},
     "compare": VIT,
     "why_it_works": {"num_layers=20": "num_layers=4", "reshape(20,": "reshape(4,", **VIT},
@@ -50,7 +50,7 @@ values = [m["neighbor_mass"].mean() for m in mass]
 assert values[0] < 0.01 < 0.05 < values[1] < values[2]
 """,
 }
-# Where the tests run without IPython, what the cells display has to exist.
+# Stands in for IPython, which may be missing; images that the cells display must exist.
 DISPLAY = """
 import sys, types
 from pathlib import Path
@@ -99,7 +99,7 @@ def test_the_notebook_runs_top_to_bottom(name, tmp_path):
 def test_the_notebook_is_stored_with_its_outputs(name):
     assert (ROOT / "colab" / f"{name}.ipynb").stat().st_size < 600_000
     cells = code_cells(name)
-    assert source(cells[0]) == source(code_cells("quickstart")[0])  # all install alike
+    assert source(cells[0]) == source(code_cells("quickstart")[0])  # all have the same install cell
     outputs = [output for cell in cells[2:] for output in cell["outputs"]]
     assert all(cell["execution_count"] for cell in cells[2:])
     assert not [o for o in outputs if o["output_type"] == "error" or o.get("name") == "stderr"]

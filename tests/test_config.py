@@ -21,9 +21,9 @@ def changed(field, value):
     [
         ("seed", -1),
         ("keep_checkpoints", 1),
-        ("cooldown_epochs", 30.0),  # of 30
+        ("cooldown_epochs", 30.0),  # out of 30 epochs
         ("model.depth", 0),
-        ("data.mean", (0.5,)),  # of 3 channels
+        ("data.mean", (0.5,)),  # for 3 channels
         ("data.std", (0.0, 0.2, 0.2)),
         # On the scale from 0 to 255.
         ("data.mean", (123.7, 116.3, 103.5)),
@@ -100,13 +100,13 @@ def my_scheme(strength=1.0):
 
 
 class Required(Model):
-    """A model of a user's own with an argument that has no default."""
+    """A custom model with a required argument."""
 
     def __init__(self, *, channels, num_classes, depth=2, rngs): ...
 
 
 class Extended(VisionTransformer):
-    """A model of a user's own with a field that its family does not have."""
+    """A custom model with a field that its family does not have."""
 
     @classmethod
     def default_config(cls):
@@ -177,7 +177,7 @@ def get_config(dataset: Literal["cifar10", "stl10"] = "cifar10", depth: Literal[
 
 
 def test_the_row_after_the_colon_gives_the_arguments_of_get_config(tmp_path):
-    folder = tmp_path / "2026-11-25T12:30"  # has colons too
+    folder = tmp_path / "2026-11-25T12:30"  # also has colons
     folder.mkdir()
     file = folder / "c.py"
     file.write_text(FILE)
@@ -210,7 +210,7 @@ def test_the_row_after_the_colon_gives_the_arguments_of_get_config(tmp_path):
 
 def test_a_run_of_an_earlier_version_is_read_without_the_fields_that_are_gone(tmp_path, capsys):
     config = changed("seed", 3)
-    config.attention_init.sizes = (1, 2)  # of a scheme of the user's own
+    config.attention_init.sizes = (1, 2)  # for a custom scheme
     model = config.model.to_dict() | {"dropout": 0.0}
     old = config.to_dict() | {"num_workers\x1b": 8, "model": model}
     (tmp_path / "config.json").write_text(json.dumps(old))
@@ -235,7 +235,7 @@ def test_required_arguments_of_a_model_of_the_users_own_are_read(tmp_path, capsy
         "[1]",
         '{"architecture": "vit_tiny"}',
         '{"model": {"name": "vit"}}',
-        '{"model": {"name": "evil:X"}, "model.name": "vit"}',  # whose flat form hides a module
+        '{"model": {"name": "evil:X"}, "model.name": "vit"}',  # its flattened form hides a module
         '{"model": {"name": "vit", "width": "x"}, "attention_init": {"name": "impulse"}}',
         '{"model": {"name": "vit"}, "attention_init": {"name": "impulse"}, "loss": ["os:system"]}',
     ],
@@ -257,7 +257,7 @@ def test_modules_that_a_workdir_names_need_consent(tmp_path, field, monkeypatch)
     (tmp_path / "config.json").write_text(config.to_json())
     with pytest.raises(InputError, match=rf"{field}='strangers:thing'.*--trust_workdir"):
         config_lib.load_run_config(tmp_path)
-    if field == "model.name":  # the only one that is imported at once
+    if field == "model.name":  # the only one imported immediately
         with pytest.raises(AssertionError, match="imported"):
             config_lib.load_run_config(tmp_path, trust=True)
     else:

@@ -1,4 +1,4 @@
-"""The rows of every file in configs/, against the papers' numbers and through the model."""
+"""The rows of every file in configs/, checked against the papers' numbers and with the models."""
 
 import csv
 import functools
@@ -31,7 +31,7 @@ each_file = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 
 @functools.cache
 def load_rows(path):
-    """Configs of a file: that of its first row, and of the rows that differ from it in one word."""
+    """Configs of a file's first row and of the rows that differ from it in one word."""
     hints = typing.get_type_hints(runpy.run_path(str(path))["get_config"])
     columns = [typing.get_args(hint) for hint in hints.values()]
     first = [words[0] for words in columns]
@@ -63,7 +63,7 @@ def test_initial_weights_of_all_rows_were_compared_with_the_programs():
     names = {f"{row['table']} {row['row']}" for row in papers}
     results = csv.DictReader((ROOT / "benchmarks/results/fidelity.csv").read_text().splitlines())
     compared = {name for result in results for name in result["rows"].split("; ")}
-    left_out = names - compared  # no program of the authors has these
+    left_out = names - compared  # not in the authors' programs
     assert all(re.match(r"2025.3 .*(mimetic|impulse)|2025.4 .*from_", name) for name in left_out)
     assert compared <= names
 
@@ -72,7 +72,7 @@ def test_initial_weights_of_all_rows_were_compared_with_the_programs():
 def test_every_row_is_a_valid_config_of_its_data_set_and_model(path):
     for row, config in load_rows(path).items():
         validate(config)
-        # A folder holds the files of a set.
+        # The config with a folder reads CIFAR-10 from files.
         name = "cifar10" if config.data.name == "folder" else config.data.name
         assert config.model.num_classes == CATALOG[name].num_classes
         for field in ("train_split", "eval_split"):
@@ -96,7 +96,7 @@ def test_vit_b_imagenet_has_the_rows_of_table_2(scheme):
     assert load_config(f"{ROOT}/configs/vit_b_imagenet.py:{scheme}").to_dict() == row.to_dict()
     model = row.model
     assert (model.base_init, model.positions, model.pool) == ("pytorch", "learned", "class_token")
-    # The schemes of a comparison keep the learned positions, whichever row it starts from.
+    # In a comparison, all schemes keep the learned positions, whichever row it starts from.
     for config in expand(row, SCHEMES_2025, {}).values():
         assert not config.attention_init.replace_positions
     default = load_config(ROOT / "configs" / "vit_b_imagenet.py").attention_init.to_dict()

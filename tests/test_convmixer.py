@@ -35,7 +35,7 @@ def train_forward(model, images):
 
 @pytest.fixture(scope="module", params=KERNEL_SIZES)
 def reference(request):
-    """What timm recorded, by key, and our model with timm's weights."""
+    """timm's recorded arrays, by key, and our model with timm's weights."""
     arrays = references.part(references.load("convmixer"), request.param)
     sizes = dict(image_size=(12, 20), channels=3, width=16, kernel_size=KERNEL_SIZES[request.param])
     model = make(**sizes)

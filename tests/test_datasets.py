@@ -16,12 +16,12 @@ def test_catalog_agrees_with_the_stock_builders(tmp_path):
         return tfds.builder(name, data_dir=tmp_path).info.features
 
     for name, info in CATALOG.items():
-        if name == "digits":  # which TFDS does not have
+        if name == "digits":  # not in TFDS
             continue
         found = features(name)
         assert found["image"].shape[-1] == info.channels, name
         assert found["label"].num_classes == info.num_classes, name
-    # A model trained on the first is evaluated on the others.
+    # Models trained on imagenet2012 are evaluated on these.
     for name in ("imagenet_v2", "imagenet_sketch"):
         assert features(name)["label"].names == features("imagenet2012")["label"].names
 
@@ -47,7 +47,7 @@ def test_a_prepared_set_is_read(tmp_path):
     ("name", "reason"),
     [
         ("cifr10", "did you mean 'cifar10'"),
-        ("xyzzy", "did you mean '[^ ]*' or '[^ ]*' or '[^ ]*'\\?$"),  # and not all 300
+        ("xyzzy", "did you mean '[^ ]*' or '[^ ]*' or '[^ ]*'\\?$"),  # not all 300
         ("digits:9.9.9", "did you mean 'digits'"),
         ("imagenet2012", r"structinit_jax\.prepare --name=imagenet2012 --data_dir="),
     ],

@@ -1,4 +1,4 @@
-"""Several processes of one run on this machine, through the public command."""
+"""Runs with several processes on this machine, through the public command."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def coordinator():
 
 
 def start(num_devices, *arguments):
-    """Starts the command on a number of virtual devices."""
+    """Starts the command on the given number of virtual devices."""
     devices = f"--xla_force_host_platform_device_count={num_devices}"
     return fork_main.Command(*arguments, XLA_FLAGS=f"{devices} {fork_main.FAST_COMPILATION}")
 
@@ -59,8 +59,8 @@ def test_a_run_goes_on_with_other_processes_and_devices_and_stops_together(tmp_p
     shutil.copytree(tmp_path / "one", changed)
     shutil.rmtree(changed / "checkpoints" / "20")
 
-    # The state is split over both processes. A signal to one of them, before the first step, stops
-    # both after it.
+    # The state is split over both processes. A signal to one of them before the first step stops
+    # both after that step.
     pair = start_two(*arguments("changed", 20, fsdp=8))
     deadline = time.monotonic() + 300
     while "has joined" not in pair[1].output():
@@ -93,7 +93,7 @@ def test_a_process_started_alone_gives_up(tmp_path):
     alone = [*TINY, f"--workdir={tmp_path}", coordinator(), "--num_processes=2"]
     result = start(1, *alone, "--process_id=1", "--join_timeout=2").wait(timeout=60)
     assert result.returncode != 0
-    assert "waiting up to 2 s until all processes have joined" in result.stderr
+    assert "waiting up to 2 s for all processes to join" in result.stderr
 
 
 def test_a_mistake_that_one_process_sees_ends_the_run_with_its_message(tmp_path):
@@ -101,7 +101,7 @@ def test_a_mistake_that_one_process_sees_ends_the_run_with_its_message(tmp_path)
         results = [command.wait() for command in start_two(*TINY, f"--workdir={tmp_path}")]
     assert [result.returncode for result in results] == [2, 2], results
     for result, words in zip(
-        results, ("is in use by another run", "process 0 cannot go on"), strict=True
+        results, ("is in use by another run", "process 0 cannot continue"), strict=True
     ):
         (message,) = [x for x in result.stderr.splitlines() if x.startswith("error: ")]
         assert words in message
@@ -122,8 +122,8 @@ def test_processes_with_another_config_are_refused(monkeypatch):
         workdir.check_processes(record, epath.Path("run"))
 
     check(0, "/here")
-    check(0, "/there")  # a copy of its own
-    with pytest.raises(InputError, match="process 2 has another config than process 0"):
+    check(0, "/there")  # each process may have its own copy
+    with pytest.raises(InputError, match="process 2 has a different config than process 0"):
         check(1, "/here")
 
 

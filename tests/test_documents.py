@@ -1,4 +1,4 @@
-"""The pages in Markdown: links, fields and modules exist; examples and commands run as written."""
+"""The Markdown pages: links, fields and modules exist; examples and commands run as written."""
 
 import doctest
 import functools
@@ -53,7 +53,7 @@ def test_links_modules_and_fields_exist(page):
         path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
         for flag in re.findall(r"--([a-z_]+)", words):
             assert flag in command_line.SHARED or f'"{flag}"' in path.read_text(), (module, flag)
-    if not page.startswith("benchmarks"):  # whose results may be those of earlier versions
+    if not page.startswith("benchmarks"):  # results there may be from earlier versions
         fields = re.findall(r"--config\.([a-z_][\w.]*\w)", text)
         assert not [field for field in fields if field not in FIELDS]
 
@@ -61,7 +61,7 @@ def test_links_modules_and_fields_exist(page):
 # -- examples in Python ----------------------------------------------------------------------------
 
 
-EXAMPLES = {  # by the comment before them, or else by page and number
+EXAMPLES = {  # by the comment before them, or by page and number
     name or f"{page} {number}": code
     for page, text in PAGES.items()
     for number, (name, code) in enumerate(
@@ -120,7 +120,7 @@ folder.mkdir(parents=True)
 (folder / "a.jpg").touch()
 (folder.parent / "val_annotations.txt").write_text("a.jpg\\tn01\\t0\\t0\\t9\\t9\\n")
 """
-# What an example needs beforehand, by a part of it.
+# Setup code of examples, by a text that the example contains.
 GIVEN = {
     "intercept_methods": LINEN,
     "load_file": TIMM_FILE,
@@ -146,7 +146,7 @@ def test_an_example_runs(name, request, tmp_path, monkeypatch):
     if given or needs_timm or name == "predict":
         exec(code, values)
     else:
-        nnx.eval_shape(lambda: exec(code, values))  # traced, which takes a tenth of the time
+        nnx.eval_shape(lambda: exec(code, values))  # tracing takes a tenth of the time
     if name == "site":
         assert values["weights"].query.shape == (12, 192, 3, 64)
     if name == "my_config":
@@ -160,10 +160,10 @@ def test_the_examples_in_docstrings_run():
     site = si.AttentionSite(**sizes, qk_scale=32**-0.5, positions=positions)
     given = dict(si=si, jax=jax, nnx=nnx, site=site)
     runner = doctest.DocTestRunner()
-    for name in sorted({*dir(si)} - {*vars(si)}):  # the public ones
+    for name in sorted({*dir(si)} - {*vars(si)}):  # public names
         for test in doctest.DocTestFinder(recurse=False).find(getattr(si, name), globs=given):
             run = functools.partial(runner.run, test)
-            if name in ("from_timm", "select_weights"):  # need values
+            if name in ("from_timm", "select_weights"):  # need concrete values
                 run()
             else:
                 jax.eval_shape(run)
@@ -174,14 +174,14 @@ def test_the_examples_in_docstrings_run():
 # -- commands --------------------------------------------------------------------------------------
 
 
-# They download data, train for hours, or are those of test_analyse.py.
+# Commands that download data, train for hours, or are covered by test_analyse.py.
 LEFT_OUT = ("pip", "ruff", "pytest", "#!", "exec", "cifar10", "--table=", "analyse")
-# What is appended to `main`, so that it takes seconds.
+# Appended to commands of `main`, so that they take seconds.
 QUICK = [*fork_main.TINY[1:], "--config.data.image_size=8", "--config.num_steps=2"]
 
 
 def commands(page):
-    """Returns the commands in the blocks of a page."""
+    """Returns the commands in a page's code blocks."""
     text = PAGES[page].replace("\\\n", " ")
     blocks = re.findall(r"^```(?:bash|sh)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     lines = [line for block in blocks for line in re.split(r"\n| && ", block)]
@@ -193,7 +193,7 @@ def test_the_commands_run(page, tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     for name in ("mine", "my_config"):
         (tmp_path / f"{name}.py").write_text(EXAMPLES[name])
-    if page != "docs/extending.md":  # which trains in DIR
+    if page != "docs/extending.md":  # there, DIR is the workdir
         for path in ("train", "val"):
             for number in range(6):
                 folder = tmp_path / "DIR" / path / str(number)

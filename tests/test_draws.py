@@ -26,7 +26,7 @@ def test_similar_heads_have_as_much_of_the_identity_as_mimetics_factors():
     best = np.einsum("LDhd,LEhd->LhDE", factors.query, factors.key)
     for measure in (lambda p: np.trace(p, axis1=2, axis2=3).mean(), np.linalg.norm):
         assert 0.93 < measure(products) / measure(best) < 1.02
-    for each in (products, best):  # every head of every layer has noise of its own
+    for each in (products, best):  # every head of every layer has its own noise
         assert min(np.abs(np.diff(each, axis=axis)).max() for axis in (0, 1)) > 0.1
     sizes = [np.linalg.norm(w, axis=(1, 3)) for w in (query, key)]
     np.testing.assert_allclose(*sizes, rtol=1e-4)
@@ -36,7 +36,7 @@ def test_similar_heads_have_as_much_of_the_identity_as_mimetics_factors():
 def test_heads_as_wide_as_the_model_attend_to_similar_tokens(heads, dim):
     query, key = similar_heads(dataclasses.replace(SITE, num_heads=heads, head_dim=dim))
     noise = np.einsum("LDhd,LEhd->LhDE", query, key) - 0.7 * np.eye(WIDTH)
-    # All of 0.7 U + 0.7 I, where U is uniform.
+    # The full 0.7 U + 0.7 I, where U is uniform.
     np.testing.assert_allclose(np.abs(noise).max(), 0.7 * (3 / WIDTH) ** 0.5, rtol=0.01)
 
 
@@ -47,7 +47,7 @@ def test_the_product_of_value_and_projection_is_near_minus_the_identity():
     assert abs(noise.mean()) < 0.01
     strengths = np.linalg.norm(np.einsum("LDhd,LhdE->LhDE", value, out), axis=(2, 3))
     assert strengths.max() / strengths.min() < 1.3
-    assert np.abs(out + np.moveaxis(value, 1, 3)).max() > 0.1  # each has noise of its own
+    assert np.abs(out + np.moveaxis(value, 1, 3)).max() > 0.1  # each has its own noise
     channels = np.abs(value).argmax(axis=1).reshape(LAYERS, WIDTH)
     np.testing.assert_array_equal(np.sort(channels), np.tile(np.arange(WIDTH), (LAYERS, 1)))
     assert len(np.unique(channels, axis=0)) == LAYERS
@@ -56,7 +56,7 @@ def test_the_product_of_value_and_projection_is_near_minus_the_identity():
 def test_mimetic_weights_are_the_programs_factors_as_stored_by_pytorch():
     weights = si.mimetic()(RNG, dataclasses.replace(SITE, num_heads=1, head_dim=WIDTH))
     qk = np.einsum("LDhd,LEhd->LDE", weights.query, weights.key)
-    # As PyTorch's [out, in] weights of all heads, V is U S^1/2 and Proj is S^1/2 Vᵀ.
+    # In PyTorch's [out, in] layout, with all heads, V is U S^1/2 and Proj is S^1/2 Vᵀ.
     v, out = (np.swapaxes(w, 1, 2) for w in (weights.value[:, :, 0], weights.out[:, 0]))
     v, out = np.asarray(v), np.asarray(out)
     for product, scale, diagonal in ((qk, 0.7, 0.7), (v @ out, 0.4, -0.4)):

@@ -43,7 +43,7 @@ def test_weights_of_a_file_must_be_there(tiny_config, tmp_path):
         dry_run(tiny_config)
 
 
-# -- accelerators that are not there ---------------------------------------------------------------
+# -- accelerators that are not attached ------------------------------------------------------------
 
 
 needs_libtpu = pytest.mark.skipif(
@@ -62,7 +62,7 @@ def test_a_step_is_compiled_for_a_tpu_slice(tiny_config, capsys):
 
 @needs_libtpu
 def test_impulse_is_compiled_for_a_tpu():
-    # In bfloat16, the default there, libtpu crashed on the solve.
+    # In bfloat16, the default on TPUs, libtpu crashed on the solve.
     positions = sincos_positions((8, 8), 96)
     sizes = dict(width=96, num_heads=3, head_dim=32, num_layers=2, qk_scale=32**-0.5)
     site = AttentionSite(grid=(8, 8), **sizes, positions=positions)
@@ -81,7 +81,7 @@ def test_a_step_that_does_not_fit_is_refused_with_remedies(tiny_config):
 @needs_libtpu
 def test_slices_of_several_hosts_have_their_devices():
     devices = find_target("tpu-v4:2x2x4")
-    assert len(devices) == 16  # one a chip, not one a core
+    assert len(devices) == 16  # one per chip, not one per core
     assert {device.process_index for device in devices} == set(range(4))
 
 

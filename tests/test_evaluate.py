@@ -59,7 +59,7 @@ def test_a_model_that_is_computed_otherwise_is_refused(run_config, finished_run)
     with pytest.raises(InputError, match=message):
         evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
     run_config.seed = 9
-    with pytest.raises(InputError, match=r"\n  seed: 0 -> 9\n"):  # as analyse checks
+    with pytest.raises(InputError, match=r"\n  seed: 0 -> 9\n"):  # as checked by analyse
         evaluate.restore_model(
             run_config, finished_run.workdir, must_stay=workdir_lib.decides_start
         )
@@ -78,7 +78,7 @@ def test_the_checkpoint_can_be_chosen(run_config, finished_run, tmp_path, capsys
     evaluate.evaluate_checkpoint(run_config, finished_run.workdir, "8")
     assert "step 8  eval loss" in capsys.readouterr().out
     run = checkpoint.read_run(finished_run.workdir / "checkpoints", 8)
-    assert run["accuracy"] is None  # It was not evaluated in training.
+    assert run["accuracy"] is None  # Step 8 was not evaluated in training.
     lines = (finished_run.workdir / "metrics.jsonl").read_text().splitlines()
     metrics = [line for line in map(json.loads, lines) if "eval/accuracy" in line]
     best = max(metrics, key=lambda line: (line["eval/accuracy"], line["step"]))
@@ -101,7 +101,7 @@ def classify(finished_run):
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
-    """Images of the eval split, more than a batch, files of them, and their labels."""
+    """Images of the eval split (more than a batch), the same images as files, and their labels."""
     source = open_dataset("digits").split("test[:90]")
     images = np.stack(source.map(lambda image, label: image.decode()))
     files = [tmp_path_factory.getbasetemp() / f"digit_{i}.png" for i in range(len(images))]

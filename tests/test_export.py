@@ -30,8 +30,8 @@ def test_the_file_has_the_weights_of_the_newest_checkpoint(run_config, finished_
     np.testing.assert_allclose(loaded(images)[0], expected, atol=1e-6)
 
 
-# timm's ImageFolder orders these names as 1, 2, 10, apple, "cat ", Zebra; with the map it has the
-# labels of data/folder.py: checked with timm.data.create_dataset(class_map=FILE) of timm 1.0.31.
+# timm's ImageFolder orders these names as 1, 2, 10, apple, "cat ", Zebra; with the map, its labels
+# are those of data/folder.py. Checked with timm.data.create_dataset(class_map=FILE), timm 1.0.31.
 def test_a_folder_has_the_card_and_the_class_map_of_timm(
     run_config, finished_run, tmp_path, monkeypatch
 ):
@@ -53,8 +53,8 @@ def test_a_folder_has_the_card_and_the_class_map_of_timm(
     assert labels == dict(zip(names, range(6), strict=True))
 
 
-# What timm 1.0.31 builds from these arguments has our weights' names and shapes and computes the
-# same logits, to 1e-6 of the largest: checked with timm.create_model("local-dir:FOLDER").
+# From these arguments, timm 1.0.31 builds models with our weights' names and shapes and the same
+# logits, to 1e-6 of the largest. Checked with timm.create_model("local-dir:FOLDER").
 @pytest.mark.parametrize(
     ("options", "name", "arguments"),
     [

@@ -26,7 +26,7 @@ def test_curves_show_training_and_evaluation():
 def test_results_by_class_are_counted(tmp_path):
     labels = np.array([0, 0, 1, 2], np.int32)
     predicted = np.array([0, 1, 1, 1], np.int32)
-    names = ["a", "$x_{$", 'b, "c"', "none\udcff"]  # the last one is a folder's in Latin-1
+    names = ["a", "$x_{$", 'b, "c"', "none\udcff"]  # the last is a folder name in Latin-1
     with figures.write_by_class(tmp_path, labels, predicted, names).open() as file:
         rows = list(csv.DictReader(file))
     assert [row["class"] for row in rows] == [*names[:3], r"none\udcff"]

@@ -13,7 +13,7 @@ def test_files_are_replaced_whole_or_not_at_all(tmp_path):
     files.write_atomically(path, "old")
     umask = os.umask(0o022)
     os.umask(umask)
-    assert path.stat().st_mode & 0o777 == 0o666 & ~umask  # others may read it
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask  # others can read it
     with contextlib.suppress(RuntimeError), files.replace_files(tmp_path) as folder:
         assert folder.parent == tmp_path  # on the same disk
         (folder / "file").write_text("new")

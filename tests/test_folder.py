@@ -26,7 +26,7 @@ def values(source):
 
 @pytest.fixture
 def root(tmp_path):
-    """Ten training images and two of val for each class; their red value is their number."""
+    """Ten training and two val images per class; the red value identifies training images."""
     for label, name in enumerate(CLASSES):
         for number in range(10):
             suffix = ["png", "PNG", "bmp"][number % 3]
@@ -41,7 +41,7 @@ def test_examples_of_a_folder(root, monkeypatch):
     dataset = open_dataset("folder", f"~/{root.name}")
     assert dataset.info == DatasetInfo(3, 3, {"train": 30, "val": 6})
     source = dataset.split("train")
-    # Sorted as Python sorts: capitals first.
+    # Sorted in Python's order: capitals first.
     assert dataset.class_names == ["Birch", "apple", "cat"]
     expected = {value: [1, 0, 2][value // 10] for value in range(30)}
     assert dict(zip(values(source), source.labels().tolist(), strict=True)) == expected
@@ -67,7 +67,7 @@ def test_slices_hold_some_of_every_class_and_partition_the_split(root, tmp_path_
         (lambda root: root.rename(root.with_name("gone")), "there is no such folder"),
         (lambda root: (root / "val" / "cat" / "loop").symlink_to(".."), "loop.* cannot be read"),
         (lambda root: (root / "val" / "cat").rename(root / "val" / "cats"), r"have: \['cats'\]"),
-        (lambda root: [p.unlink() for p in (root / "train" / "cat").iterdir()], "train/cat holds"),
+        (lambda root: [p.unlink() for p in (root / "train" / "cat").iterdir()], "train/cat has"),
         (lambda root: [(root / "train" / n).rename(root / n) for n in CLASSES], "no class"),
     ],
 )
@@ -82,7 +82,7 @@ def test_a_class_may_lack_images_to_evaluate_on(root):
     shutil.rmtree(root / "val" / "apple")
     [path.unlink() for path in (root / "val" / "Birch").rglob("*.png")]
     source = open_dataset("folder", root).split("val")
-    assert source.labels().tolist() == [2, 2]  # of cat, as in train
+    assert source.labels().tolist() == [2, 2]  # the label of cat, as in train
 
 
 def test_only_images_are_read(root):
@@ -101,7 +101,7 @@ def test_only_images_are_read(root):
     assert len(dataset.split("val")) == 6
     left_out = {kind: count for kind, count in dataset.left_out.items() if count}
     assert left_out == {"hidden": 5, ".heic": 1, "images outside of class folders": 1}
-    with pytest.raises(InputError):  # has no classes, which matters only if it is used
+    with pytest.raises(InputError):  # has no classes, an error only if it is used
         dataset.split("test")
 
 
@@ -127,7 +127,7 @@ def test_bad_images_stop_or_are_left_out(root, capsys):
     for path in (root / "train").glob("*/*"):
         path.unlink()
         path.with_suffix(".png").write_bytes(b"")
-    with pytest.raises(InputError, match="'train' has no image that can be decoded"):
+    with pytest.raises(InputError, match="'train' has no images that can be decoded"):
         open_dataset("folder", root).split("train", on_bad_image="skip")
 
 
@@ -143,5 +143,5 @@ def test_a_folder_of_classes_is_the_split_train(root, tmp_path_factory):
     # Splits under other names are not taken for classes.
     for name in ("training", "validation"):
         shutil.copytree(flat, flat.parent / "other" / name)
-    with pytest.raises(InputError, match="no class folder with images"):
+    with pytest.raises(InputError, match="no class folders with images"):
         open_dataset("folder", flat.parent / "other")

@@ -23,7 +23,7 @@ ACCURACIES = {"default": (0.1, 0.5), "impulse": (0.6, 0.8), "mimetic": (0.3, 0.4
 
 
 def fake_train(config, workdir, trained, stop_request=None, on_evaluation=None):
-    """Writes accuracies of two epochs; the training of mimetic with seed 1 fails."""
+    """Writes accuracies of two epochs; mimetic with seed 1 fails."""
     scheme = config.attention_init.name
     trained.append((scheme, config.seed))
     print("some output of the training")
@@ -78,7 +78,7 @@ def test_a_failed_run_is_reported_and_the_others_go_on(start, tmp_path, capsys):
     assert not any("some output" in line for line in lines)
     text = (tmp_path / "report.md").read_text()
     assert r"| mimetic | 1 | StoppedError: not finite \| while training |" in text
-    # Fewer seeds of mimetic are paired with the baseline: 0 and 2.
+    # Only seeds 0 and 2 of mimetic are paired with the baseline.
     row = "| mimetic | 2 of 3 | 42.00 ± 2.83 | -10.00 [-10.00, -10.00] (2 common seeds) |"
     assert row in text
     assert "| default | 3 of 3 | 52.00 ± 2.00 | baseline |" in text
@@ -88,8 +88,8 @@ def test_a_failed_run_is_reported_and_the_others_go_on(start, tmp_path, capsys):
 def test_a_second_command_trains_only_what_is_missing(start, tiny_config, tmp_path, capsys):
     start(["default", "mimetic"])
     _, trained = start(["default", "mimetic"])
-    assert trained == [("mimetic", 1)]  # which had failed
-    assert "[1/6] default seed 0: done before, test[:90] acc" in capsys.readouterr().out
+    assert trained == [("mimetic", 1)]  # it had failed
+    assert "[1/6] default seed 0: already done, test[:90] acc" in capsys.readouterr().out
     failed, trained = start(["default", "impulse"], seeds=range(4))
     assert failed == 0  # the failed run of mimetic is not part of this command
     assert trained == [("default", 3), *(("impulse", seed) for seed in range(4))]
@@ -118,7 +118,7 @@ def test_settings_keep_the_baseline_of_their_last_command(start, tmp_path):
     info = json.loads((tmp_path / COMPARISON).read_text())
     (tmp_path / COMPARISON).write_text(json.dumps(info | {"machine": "1 × TPU"}))
     row = dict(baseline="other", published="50.10", note="a note of the row")
-    start(["impulse"], [0], rows={"impulse": row})  # whose baseline is not trained
+    start(["impulse"], [0], rows={"impulse": row})  # its baseline is not trained
     text = (tmp_path / "report.md").read_text()
     assert "| impulse | 1 of 1 | 80.00 | 50.10 | – |" in text
     assert "\nimpulse: a note of the row\n" in text
@@ -133,9 +133,9 @@ def test_lost_metrics_make_a_run_unfinished(start, tmp_path, capsys):
     metrics[1].write_bytes(metrics[1].read_bytes()[:-5])  # the last line is cut
     report.write_report(tmp_path)
     assert "| default | 0 of 2 | – |" in (tmp_path / "report.md").read_text()
-    # A run with all of its checkpoints trains no more, and writes no metrics.
+    # A run with all its checkpoints does not train again and writes no metrics.
     assert start(["default"], [0], train=lambda *run, **options: None)[0] == 1
-    assert "failed: its metrics.jsonl has no result" in capsys.readouterr().out
+    assert "failed: metrics.jsonl has no result" in capsys.readouterr().out
     assert start(["default"], [0, 1])[1] == [("default", 0), ("default", 1)]
 
 
@@ -153,12 +153,12 @@ def test_a_damaged_or_lost_record_is_named(start, tmp_path):
 
 
 def test_other_images_of_the_same_names_are_refused(start, monkeypatch):
-    def digest_of(train="12", test="12"):  # of the two settings
+    def digest_of(train="12", test="12"):  # for the two settings
         digests = {384: itertools.cycle(train), 90: itertools.cycle(test)}
         monkeypatch.setattr(grid, "digest", lambda source, class_names: next(digests[len(source)]))
 
     digest_of()
-    axes = {"data.data_dir": ["/here", "/there"]}  # may hold folders of the same name
+    axes = {"data.data_dir": ["/here", "/there"]}  # may hold folders with the same name
     assert len(start(["default"], [0], axes=axes)[1]) == 2
     assert len(start(["default", "impulse"], [0], axes=axes)[1]) == 2
     for split in ("train", "test"):
@@ -166,14 +166,14 @@ def test_other_images_of_the_same_names_are_refused(start, monkeypatch):
         for scheme in ("default", "mimetic"):
             with pytest.raises(InputError, match=rf"classes of digits {split}\["):
                 start([scheme], [1], axes=axes)
-    digest_of("21", "21")  # as if the folders had changed places
+    digest_of("21", "21")  # as if the folders were swapped
     with pytest.raises(InputError, match="classes of digits"):
         start(["default"], [1], axes=axes)
 
 
 def test_a_run_that_was_killed_before_its_last_checkpoint_is_not_done(start, tmp_path):
     def killed(*run, **options):
-        fake_train(*run, **options)  # which has logged the accuracy of the last step
+        fake_train(*run, **options)  # logs the accuracy of the last step
         raise SystemExit
 
     with pytest.raises(SystemExit):
@@ -200,20 +200,20 @@ def test_a_signal_during_the_last_step_of_a_run_stops_the_others(start, tmp_path
 def test_a_second_process_trains_other_settings(start, tmp_path, capsys):
     start(["default"], [0])
     (tmp_path / "default" / "seed_0" / "metrics.jsonl").unlink()
-    with lock_workdir(tmp_path / "default"):  # as the first does
+    with lock_workdir(tmp_path / "default"):  # as the first process does
         assert start(["default", "impulse"], [0]) == (0, [("impulse", 0)])
-    assert "default: another process trains this setting\n" in capsys.readouterr().out
+    assert "default: another process is training this setting\n" in capsys.readouterr().out
 
 
 def test_a_setting_is_locked_between_its_runs_too(start, tmp_path, monkeypatch):
-    def format_duration(seconds):  # of what is left, after a run
+    def format_duration(seconds):  # the time left, printed after a run
         with pytest.raises(InputError), lock_workdir(tmp_path / "default"):
             pass
         return "an hour"
 
     monkeypatch.setattr(grid, "format_duration", format_duration)
     assert start(["default"], [0, 1]) == (0, [("default", 0), ("default", 1)])
-    with lock_workdir(tmp_path), pytest.raises(InputError):  # while another writes compare.json
+    with lock_workdir(tmp_path), pytest.raises(InputError):  # another process writes compare.json
         start(["default"], [0])
 
 
@@ -238,7 +238,7 @@ def test_the_command_stops_and_resumes(tmp_path):
     assert any("resumed from step" in log.read_text() for log in tmp_path.glob("*/*/log.txt"))
     text = (tmp_path / "report.md").read_text()
     assert "| default,model.num_heads=2 | 2 of 2 |" in text
-    # The report can be repeated from the files alone.
+    # The report can be regenerated from the files alone.
     (tmp_path / "report.md").unlink()
     report.write_report(tmp_path)
     assert (tmp_path / "report.md").read_text() == text
@@ -255,7 +255,7 @@ def test_the_command_trains_a_row_of_a_table(tmp_path):
         *("--config.num_steps=2", "--config.batch_size=64", "--config.seed=3"),
         *(f"--config.{part}.{k}={v}" for part in small for k, v in small[part].items()),
     ]
-    rows = "--rows=cifar10,truncated_normal"  # of cifar100 too
+    rows = "--rows=cifar10,truncated_normal"  # cifar100 has such a row too
     result = fork_main.run(*arguments, rows, module=MODULE)
     assert result.returncode == 0, result.stderr
     text = (tmp_path / "report.md").read_text()
@@ -269,7 +269,7 @@ def test_the_command_trains_a_row_of_a_table(tmp_path):
     with lock_workdir(other):  # so that its run fails
         result = fork_main.run(*arguments, rows, "--seeds=2", module=MODULE)
     assert result.returncode == 1
-    assert "1 runs failed: see the report" in result.stderr
+    assert "1 of 2 runs failed: see the report" in result.stderr
     for wrong in ("--rows=cifar11", "--schemes=default"):
         result = fork_main.run(*arguments, wrong, module=MODULE)
         assert result.returncode == 2

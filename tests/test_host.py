@@ -1,4 +1,4 @@
-"""Parameters as other projects name and shape them, and what `interop` makes of them."""
+"""Parameters with other projects' names and shapes, and how `interop` reads them."""
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ RNG = jax.random.key(0)
 
 
 def test_vit_pytorch():
-    """Its norms are in its attention and MLP, and SimpleViT does not store its positions."""
+    """The norms are inside attention and MLP, and SimpleViT does not store its positions."""
     params = state_dict("simple_vit")
     given = dict(num_heads=4, positions=sincos_positions((6, 6), 32))
     site = site_of(params, **given)
@@ -69,7 +69,7 @@ def stages():
 
 ONES, WIDE = np.ones(WIDTH, np.float32), np.ones((2 * WIDTH, WIDTH), np.float32)
 SEQUENCE_PATCHES = np.ones((WIDTH, 3, 16), np.float32)  # a convolution over a sequence
-REFUSED = {  # what the message says, and the parameters
+REFUSED = {  # parameters, by a part of the message
     r"attn\.kv\.weight.* other attention is not": lambda: shapes(
         a__attn__kv=(8, 4), a__attn__sr=(4,)
     ),
@@ -87,7 +87,7 @@ REFUSED = {  # what the message says, and the parameters
     ),
     r"hold no attention layers .* blocks\.1\.attn\.proj": lambda: without("blocks.1.attn.qkv"),
     r"hold no attention layers [^:]*, only fc\.weight": lambda: shapes(fc=(8, 4)),
-    "several stages is not supported": stages,
+    "several stages are not supported": stages,
 }
 
 

@@ -40,7 +40,7 @@ def encoded(image, image_format, **options):
 
 
 def distance(pixels, image):
-    """Mean absolute difference to a Pillow image of the same mode."""
+    """Mean absolute difference from a Pillow image of the same mode."""
     expected = np.asarray(image).reshape(pixels.shape)
     return np.abs(pixels.astype(float) - expected).mean()
 
@@ -64,7 +64,7 @@ def test_sixteen_bits_keep_the_upper_eight():
     values = np.arange(65536, dtype=np.uint16).reshape(256, 256)
     pixels = StoredImage(encoded(Image.fromarray(values), "PNG"), 3, "deep").decode()
     np.testing.assert_array_equal(pixels, np.repeat((values // 256)[..., None], 3, axis=2))
-    for mode in ("I", "F"):  # of unknown range
+    for mode in ("I", "F"):  # their value range is unknown
         content = encoded(Image.fromarray(values).convert(mode), "TIFF")
         with pytest.raises(BadImageError, match=r"^deep.tif: cannot be decoded .*no known range"):
             StoredImage(content, 3, "deep.tif").decode()
@@ -101,7 +101,7 @@ def test_exif_is_found_after_segments_that_look_like_others(photo):
     exif = Image.Exif()
     exif[0x0112] = 6
     content = encoded(photo, "JPEG", exif=exif)
-    # Padding before a comment, which holds the marker of a scan and the name of Exif data.
+    # A padding byte, then a comment segment that contains a scan marker and an Exif identifier.
     comment = b"\xff\xff\xfe\0\x10\xff\xda\xff\xe1Exif\0\0\0\0\0\0"
     image = StoredImage(content[:2] + comment + content[2:], 3, "photo")
     assert image.size == photo.size  # width first
@@ -152,7 +152,7 @@ def test_boxes_are_distributed_as_timms(size):
     shape = tuple(map(int, size.split("x")))
     crop = RandomCrop(224, seed=0)
     boxes = np.array([crop.draw_box(shape, position) for position in range(1000)])
-    # By top, left, height and width.
+    # One test each for top, left, height and width.
     assert (stats.ks_2samp(boxes, REFERENCE[size], axis=0).pvalue > 0.01).all()
     assert (boxes[:, :2] >= 0).all()
     assert (boxes[:, :2] + boxes[:, 2:] <= shape).all()
@@ -164,7 +164,7 @@ def test_boxes_have_the_given_share_of_the_area_or_are_central():
     boxes = np.array([crop.draw_box((400, 400), position) for position in range(100)])
     areas = boxes[:, 2:].prod(axis=1) / 400**2
     assert 0.24 < areas.min() < 0.3 < 0.45 < areas.max() < 0.51
-    # No allowed ratio fits these.
+    # No allowed aspect ratio fits these images.
     assert crop.draw_box((1000, 10), 0) == (493, 0, 13, 10)
     assert crop.draw_box((10, 1000), 0) == (0, 493, 10, 13)
 
@@ -188,7 +188,7 @@ def test_boxes_depend_on_seed_and_position_alone():
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 @pytest.mark.parametrize("box", [(20, 30, 250, 300), (0, 0, 427, 640), (400, 600, 5, 7)])
 def test_crop_without_scaled_decode_is_pillows(large_photo, box, interpolation, simd, monkeypatch):
-    if not simd:  # as where there is no wheel
+    if not simd:  # as on platforms without a wheel
         monkeypatch.setattr(images, "simd", None)
     image = StoredImage(encoded(large_photo, "PNG"), 3, "photo")
     got = crop_and_resize(image, box, 224, interpolation).astype(int)
@@ -217,7 +217,7 @@ def test_crop_with_scaled_decode_is_close(large_photo, box):
 
 @pytest.mark.parametrize(
     ("size", "image_size", "crop_fraction", "resized", "corner"),
-    [  # by timm's create_transform(is_training=False); size and resized are (height, width)
+    [  # from timm's create_transform(is_training=False); size and resized are (height, width)
         ((375, 500), 224, 0.9, (248, 330), (12, 53)),
         ((500, 375), 224, 0.875, (341, 256), (58, 16)),
         ((95, 100), 30, 0.95, (31, 32), (0, 1)),

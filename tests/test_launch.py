@@ -29,7 +29,7 @@ def planned(script, *arguments, **environment):
 
 
 def programs(folder, **texts):
-    """Writes stand-ins for programs; returns the PATH that finds them first."""
+    """Writes stub programs and returns a PATH in which they come first."""
     for name, text in texts.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (folder / name).chmod(0o755)
@@ -71,7 +71,7 @@ def test_local_starts_one_process_per_gpu():
     assert words[1] == "JAX_PLATFORMS=cpu"
     assert words[2].endswith("device_count=3")
     result = launch("local.sh", "--processes=3", "--", "--workdir=w", **given)
-    assert result.stderr.endswith("CUDA_VISIBLE_DEVICES=4,6 has 2\n")
+    assert result.stderr.endswith("CUDA_VISIBLE_DEVICES=4,6 lists only 2\n")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         result = launch("local.sh", f"--port={port}", "--", "--workdir=w", PYTHON="false")

@@ -1,4 +1,4 @@
-"""GELU, linear layers and attention against JAX's own: values and gradients, in both types."""
+"""GELU, linear layers and attention against JAX's own: values and gradients, in both dtypes."""
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ def test_cpus_transpose_no_operand_for_the_gradient_of_a_kernel():
     mlp = layers.Mlp(96, 384, init=layers.timm_init, dtype=jnp.float32, rngs=nnx.Rngs(0))
     x = jnp.ones((8, 64, 96))
     compiled = jax.jit(jax.grad(lambda mlp: mlp(x).sum())).lower(mlp).compile()
-    # XLA contracts the first axes of both operands, examples and tokens in one.
+    # XLA contracts the first axis of both operands: examples and tokens, flattened into one.
     assert compiled.as_text().count("lhs_contracting_dims={0}, rhs_contracting_dims={0}") == 2
 
 

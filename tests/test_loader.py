@@ -19,7 +19,7 @@ def mesh():
 
 @pytest.fixture(scope="module")
 def source():
-    """Gray images of several sizes; the label of each is its index."""
+    """Grayscale images of several sizes; each image's label is its index."""
     rng = np.random.default_rng(0)
     sizes = [(8, 8), (9, 12), (20, 11)]
     images = [rng.integers(0, 256, (*sizes[i % 3], 1), dtype=np.uint8) for i in range(NUM)]
@@ -53,7 +53,7 @@ def assert_same(ours, theirs, number):
 
 @pytest.mark.parametrize(
     ("batch_size", "start_step", "drop_remainder"),
-    # 37 examples: batches that straddle an epoch, and more than one.
+    # 37 examples: batches that cross one epoch boundary, and batches that cross several.
     [(8, 0, False), (88, 11, False), (8, 11, True)],
 )
 @pytest.mark.parametrize("repeats", [1, 2])
@@ -77,7 +77,7 @@ def test_a_mixing_group_has_no_image_twice(device_loader):
     batches = device_loader.train_batches(**args, drop_remainder=True)
     labels = np.stack([jax.device_get(batch["label"]) for batch in batches])
     assert all(len(set(group)) == 8 for group in labels.reshape(-1, 8).tolist())
-    # The order within a batch does not change what is in it.
+    # A batch holds the same examples as in the stream, in another order.
     stream = stream_indices(1, np.arange(4 * 32), NUM, 3, epoch_length=32).reshape(4, 32)
     np.testing.assert_array_equal(np.sort(labels), np.sort(stream))
 
@@ -156,6 +156,6 @@ def test_a_shorter_epoch_is_the_first_part_of_its_permutation(repeats):
     whole = stream_indices(1, np.arange(44), 11, repeats).reshape(4, 11)
     shorter = stream_indices(1, np.arange(32), 11, repeats, epoch_length=8).reshape(4, 8)
     np.testing.assert_array_equal(shorter, whole[:, :8])
-    # Repeated examples stand together, and are the first of a plain epoch.
+    # Repeats are adjacent, and the repeated examples are the first of an epoch without repeats.
     firsts = stream_indices(1, np.arange(44), 11).reshape(4, 11)[:, np.arange(11) // repeats]
     np.testing.assert_array_equal(whole, firsts)

@@ -1,4 +1,4 @@
-"""The command that trains: interrupted and resumed, and from start to finish."""
+"""The training command: interrupted and resumed, and from start to finish."""
 
 import json
 import re
@@ -8,7 +8,7 @@ import time
 
 import fork_main
 
-PREEMPTED = 75  # EX_TEMPFAIL, on which launch scripts start the command again
+PREEMPTED = 75  # EX_TEMPFAIL: launch scripts run the command again
 
 
 def test_a_run_killed_or_stopped_at_any_moment_ends_bit_equal(tmp_path):
@@ -16,12 +16,12 @@ def test_a_run_killed_or_stopped_at_any_moment_ends_bit_equal(tmp_path):
         *fork_main.TINY,
         "--config.attention_init.name=default",
         "--config.num_steps=120",
-        "--config.checkpoint_every_steps=18",  # not where lines are logged
+        "--config.checkpoint_every_steps=18",  # not aligned with logging
         "--config.log_every_steps=5",
         "--config.model.drop_path=0.2",
     ]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    # Of its own, since a killed command may leave half a program there.
+    # A separate cache, because a killed command can leave a partly written program in it.
     cache = dict(XDG_CACHE_HOME=str(tmp_path))
     result = fork_main.run(*arguments, f"--workdir={whole}", **cache)
     assert result.returncode == 0, result.stderr
@@ -55,7 +55,7 @@ def test_a_run_killed_or_stopped_at_any_moment_ends_bit_equal(tmp_path):
 
     assert (killed / "curves.png").read_bytes().startswith(b"\x89PNG")
 
-    def digests(workdir):  # of all arrays, those of the optimizer too
+    def digests(workdir):  # of all arrays, including the optimizer's
         index = (workdir / "checkpoints" / "120" / "index_0.json").read_text()
         files = json.loads(index.splitlines()[0])["files"]
         return {name: digest for name, digest in files.items() if name.count("/") == 2}
@@ -64,7 +64,7 @@ def test_a_run_killed_or_stopped_at_any_moment_ends_bit_equal(tmp_path):
     assert digests(killed) == digests(whole)
     soak = runpy.run_path(str(fork_main.ROOT / "benchmarks" / "soak.py"))
 
-    def evaluations(workdir):  # since a stop adds a line of training metrics
+    def evaluations(workdir):  # because a stop adds a line of training metrics
         return [line for line in soak["lines_without_times"](workdir) if "eval/accuracy" in line]
 
     assert evaluations(killed) == evaluations(whole)

@@ -47,25 +47,25 @@ def test_every_write_is_one_json_line_and_tensorboard_scalars(tmp_path):
 
 @pytest.mark.parametrize("is_url", [False, True])
 def test_resuming_removes_the_steps_that_will_be_repeated(is_url, tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics_lib, "is_url", lambda path: is_url)  # a folder as the bucket
+    monkeypatch.setattr(metrics_lib, "is_url", lambda path: is_url)  # a folder acts as the bucket
     (tmp_path / "tensorboard").mkdir()
     log = MetricsLog(tmp_path, 0)
     for step in (2, 4, 6):
         log.write(step, {"train/loss": float(step)})
     log.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 8, "train/l')  # what a kill leaves
+        file.write('{"step": 8, "train/l')  # as a killed run can leave it
     resumed = MetricsLog(tmp_path, 4)
     resumed.write(6, {"train/loss": 6.0})
     resumed.close()
     assert [line["step"] for line in lines(tmp_path)] == [2, 4, 6]
     events = [e for p in (tmp_path / "tensorboard").iterdir() for e in read_events(p)]
     restarts = [e.step for e in events if e.session_log.status == proto.event_pb2.SessionLog.START]
-    assert sorted(restarts) == [0, 5]  # TensorBoard drops what earlier runs wrote from there on
+    assert sorted(restarts) == [0, 5]  # TensorBoard drops older events from that step on
 
 
 def test_a_full_disk_delays_only_the_events(tmp_path):
-    # An event takes some 40 bytes, and a line of JSON half as much.
+    # An event takes about 40 bytes, and a line of JSON half as many.
     log = MetricsLog(tmp_path, 0)
     with small_files_only(600):
         for step in range(20):
@@ -133,4 +133,4 @@ def test_a_trace_ends_after_four_steps(tmp_path, capsys):
     for step in range(1, 6):
         assert not capsys.readouterr().out
         trace.after(step, jnp.ones(1))
-    assert capsys.readouterr().out.startswith("wrote a trace from step 2 on")
+    assert capsys.readouterr().out.startswith("wrote a trace, starting at step 2, to")

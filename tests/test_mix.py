@@ -31,7 +31,7 @@ def draw(count, **options):
 
 def test_draws_are_distributed_as_in_timm():
     theirs = REFERENCE["mix_both"]
-    theirs = theirs[theirs[:, 0] < 1]  # a tenth of its batches were not to be mixed
+    theirs = theirs[theirs[:, 0] < 1]  # timm left a tenth of its batches unmixed
     lam, boxed, box = draw(len(theirs), mixup=0.8, cutmix=1.0, switch=0.4)
     table = [np.bincount(flags.astype(int)) for flags in (boxed, theirs[:, 1] == 1)]
     assert stats.chi2_contingency(table).pvalue > 0.01
@@ -45,7 +45,7 @@ def test_draws_are_distributed_as_in_timm():
 
 @pytest.mark.parametrize("kind", ["mixup", "cutmix"])
 def test_one_kind_alone_has_its_own_alpha(kind):
-    theirs = REFERENCE["mix_mixup"][:, 0]  # of 0.2
+    theirs = REFERENCE["mix_mixup"][:, 0]  # with an alpha of 0.2
     count = len(theirs) // 2 * 2
     images, side = np.zeros((count, 24, 40, 1), np.float32), np.arange(count) * 2 // count
     _, targets = mix(images, np.eye(2, dtype=np.float32)[side], group=1, **{kind: 0.2})

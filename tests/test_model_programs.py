@@ -92,13 +92,13 @@ def test_blocks_one_by_one_agree_with_the_scan(remat, monkeypatch):
 
 
 def test_a_scan_in_one_step_recomputes_too():
-    # XLA removes the loop, and could then merge the copies.
+    # XLA unrolls a scan of one step and could then merge recomputed values with the originals.
     assert "prevent_cse=False" in gradient_program("vit", remat="full")
     assert "prevent_cse=False" not in gradient_program("vit", depth=1, remat="full")
 
 
 def test_an_odd_stage_of_a_swin_is_scanned_by_pairs():
-    # An unrolled stage would keep the activations of all its blocks for one recomputation.
+    # An unrolled stage would be recomputed as a whole, with the activations of all its blocks.
     assert "prevent_cse=False" in gradient_program("swin", depths=(5, 1), remat="full")
     assert "prevent_cse=False" not in gradient_program("swin", depths=(3, 1), remat="full")
 

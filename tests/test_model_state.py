@@ -1,4 +1,4 @@
-"""Training a model with more than parameters: running statistics and fixed filters."""
+"""Training a model that has more than parameters: running statistics and fixed filters."""
 
 import shutil
 
@@ -50,7 +50,7 @@ def test_one_and_eight_devices_normalize_by_the_global_batch(
     assert (setup.model.mesh.size, single.model.mesh.size) == (8, 1)
     state, single_state = place(first_state, setup), place(first_state, single)
     batch = make_batch()
-    batch["image"] = np.sort(batch["image"], axis=0)  # so that each device sees another mean
+    batch["image"] = np.sort(batch["image"], axis=0)  # so that each device sees a different mean
     for _ in range(3):
         state, metrics = setup.train_step(state, batch, np.uint32(0))
         single_state, single_metrics = single.train_step(single_state, batch, np.uint32(0))

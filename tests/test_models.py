@@ -70,7 +70,7 @@ def test_variants_have_timms_parameter_counts(name):
     options = default_config(name)
     check_fields(options)
     model = nnx.eval_shape(lambda: create_model(options, channels=3, rngs=nnx.Rngs(0)))
-    expected = COUNTS.get(name)  # those of the papers are not in timm
+    expected = COUNTS.get(name)  # the papers' variants are not in timm
     assert expected in (None, parameter_overview.count_parameters(split_model(model)[1]))
     assert expected or name.endswith("patch2_32") or name.startswith("convmixer_")
 
@@ -114,7 +114,7 @@ def test_images_that_the_model_was_not_built_for_are_refused(family, shape):
 
 @pytest.mark.parametrize(("shape", "dtype"), [((1, 8, 8, 1), "uint8"), ((8, 8, 1), "float32")])
 def test_images_that_are_not_normalized_or_no_batch_are_refused(shape, dtype):
-    embed = inspect.unwrap(PatchEmbedding.__call__)  # without the type check of the tests
+    embed = inspect.unwrap(PatchEmbedding.__call__)  # without the tests' type checker
     with pytest.raises(InputError, match=rf"^images have type {dtype}"):
         embed(make("vit").patch_embedding, jnp.zeros(shape, dtype))
 

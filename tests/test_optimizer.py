@@ -54,7 +54,7 @@ def test_weight_decay_applies_to_the_same_weights_as_in_timm(family):
 
 
 class Scaled(Model):
-    """A model of the user's own, which says what decays."""
+    """A user-defined model that chooses which weights decay."""
 
     def __init__(self):
         self.matrix = nnx.Param(jnp.ones((2, 2)))
@@ -70,7 +70,7 @@ def test_a_model_may_say_what_decays():
 
 
 def make_optimizer(learning_rate, decayed=None, stacks=(), **fields):
-    """The optimizer of a config with these fields, for a model with these marks and stacks."""
+    """The optimizer for a config with these fields and a model with this decay mask and stacks."""
     config = base_config()
     config.update(**fields)
     model = AbstractModel(*[None] * 5, stacks=stacks, decayed=decayed)
@@ -91,12 +91,12 @@ def test_updates_are_clipped_adamw(library_promotion):
     )
     update, state = ours.update(grads, ours.init(params), params)
     clip = 0.5 / optax.tree.norm(grads)
-    # The first step of Adam: both moments, bias-corrected, are the gradient and its square.
+    # In Adam's first step, the bias-corrected moments are the gradient and its square.
     gradient = 3 * np.asarray(clip)
     step = -0.1 * gradient / (gradient + 1e-3)
     np.testing.assert_allclose(update["bias"], np.full(2, step), rtol=1e-5)
     np.testing.assert_allclose(update["kernel"], np.full((2, 2), step - 0.1 * 0.1), rtol=1e-5)
-    # With the same gradient again, the corrected moments stay, and the rate is that of step 1.
+    # With the same gradient again, the corrected moments do not change, and the rate is step 1's.
     second, state = ours.update(grads, state, params)
     np.testing.assert_allclose(second["bias"], 2 * update["bias"], rtol=1e-5)
     nu = optax.tree.get(state, "nu")["bias"]
@@ -132,7 +132,7 @@ def test_an_epoch_without_a_whole_batch_is_refused():
         build.make_schedule(config, 127)
 
 
-PER_LAYER = {  # they take the norms, ranks or shapes of arrays; Prodigy's also of all arrays
+PER_LAYER = {  # these use each array's norm, rank or shape; Prodigy also uses all arrays together
     "optax:lamb": optax.lamb(0.1, weight_decay=0.1),
     "optax.contrib:muon": optax.contrib.muon(0.1, weight_decay=0.1),
     "optax.contrib:prodigy": optax.contrib.prodigy(0.1, weight_decay=0.1),
@@ -152,7 +152,7 @@ def test_an_optimizer_of_optax_sees_one_layer_at_a_time(name, library_promotion)
         )
 
     def listed(tree):
-        """The tree with lists of layers in place of the stacks."""
+        """The tree with each stack replaced by a list of layers."""
         blocks = tree["stage1"]["blocks"]
         layers = [jax.tree.map(lambda x, i=i: x[i], blocks) for i in range(2)]
         return tree | {"stage1": tree["stage1"] | {"blocks": layers}}
@@ -190,7 +190,7 @@ def test_warm_up_is_linear_then_a_cosine_and_the_cool_down_constant():
     later = 0.1 + 0.9 * (1 + np.cos(np.pi * 0.25)) / 2
     for fields, expected in (
         ({}, {10: 0.6, 20: 1.0, 40: later, 100: 0.1}),
-        ({"final_learning_rate": 2.0}, {20: 1.0, 100: 1.0}),  # is above the peak
+        ({"final_learning_rate": 2.0}, {20: 1.0, 100: 1.0}),  # above the peak
         ({"cooldown_epochs": 3.0}, {20: 1.0, 45: 0.55, 70: 0.1, 95: 0.1}),
     ):
         rates = [make_rate(**fields)(step) for step in expected]

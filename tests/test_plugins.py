@@ -1,4 +1,4 @@
-"""Objects and scripts of the user's own, as docs/extending.md shows them."""
+"""User-defined objects and scripts, as shown in docs/extending.md."""
 
 import json
 import runpy
@@ -34,7 +34,7 @@ def get_config():
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    """The modules of docs/extending.md, importable: the name of the first."""
+    """Makes the modules of docs/extending.md importable and yields the name of the first."""
     modules = ("mine", "my_vit")
     for name in modules:
         (tmp_path / f"{name}.py").write_text(EXAMPLES[name])
@@ -59,7 +59,7 @@ def test_the_readmes_objects_train_and_the_model_is_not_exported(mine, tmp_path,
     model, _ = evaluate.restore_model(config, tmp_path / "run")
     with pytest.raises(InputError, match=r"^type\(model\)=.*Linear.* must be one of"):
         si.to_timm(nnx.merge(model.graphdef, model.params, model.model_state))
-    # The run is not resumed with other labels.
+    # The run is not resumed with different labels.
     halves = sys.modules[mine].halves
 
     def swapped(data_dir):
@@ -90,7 +90,7 @@ def test_the_readmes_optimizer_makes_the_updates_of_kernels_orthogonal(mine, cha
         for layer in attention[field]["kernel"]:
             values = np.linalg.svd(layer.reshape(side, side), compute_uv=False)
             assert 0.03 < values.min() < values.max() < 0.13  # nearly 0.1 times a rotation
-    # The first step of Adam with Nesterov's momentum is equal for all other parameters.
+    # All other parameters get a first step of the same size from Adam with Nesterov momentum.
     rest = [updates[name] for name in ("positions", "class_token") if name in updates]
     for update in (attention["query"]["bias"], updates["head"]["kernel"], *rest):
         np.testing.assert_allclose(np.abs(update), 0.1474, rtol=1e-3)
@@ -112,7 +112,7 @@ def test_the_pages_vit_takes_every_scheme_and_is_analyzed(tmp_path, tiny_config)
 
 @pytest.fixture
 def run_example(tmp_path, monkeypatch):
-    """Runs an example of the page as a script, in a folder whose recipe is a tiny one."""
+    """Runs an example of the page as a script, in a folder with a tiny recipe."""
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "vit_t_digits.py").write_text(TINY)
     monkeypatch.chdir(tmp_path)
@@ -126,7 +126,7 @@ def run_example(tmp_path, monkeypatch):
 
 @pytest.fixture
 def hooks(monkeypatch):
-    """What examples pass to `si.train`, which does not train, to be called after evaluations."""
+    """The `on_evaluation` hooks that examples pass to `si.train`, which is replaced by a stub."""
     passed = []
     monkeypatch.setitem(vars(si), "train", lambda *run, on_evaluation: passed.append(on_evaluation))
     return passed

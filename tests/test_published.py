@@ -14,7 +14,7 @@ from structinit_jax.attention_init.published import draw_pseudo_input
 from structinit_jax.attention_init.sites import layer_norm
 from structinit_jax.attention_init.targets import filter_maps
 
-# Few steps and small models leave the papers' targets out of reach.
+# With few steps and small models, the papers' targets are not reached.
 pytestmark = pytest.mark.filterwarnings("ignore:only .* of the attention rows")
 
 SITE = AttentionSite((6, 6), 32, 4, 8, 3, 8**-0.5, positions=sincos_positions((6, 6), 32))
@@ -44,11 +44,11 @@ def test_2024_layers_are_equal_or_fresh_and_take_their_pseudo_inputs(
 ):
     same = attention_init.impulse_2024(max_steps=2)(jax.random.key(0), SITE)
     assert np.array_equal(same.query[0], same.query[2])
-    # Columns of Q and rows of K are as long as those of a uniform draw up to (h d)^-1/2.
+    # Columns of Q and rows of K have the norm of a uniform draw between ±(h d)^-1/2.
     np.testing.assert_allclose(np.linalg.norm(same.query, axis=1), 3**-0.5, rtol=0.03)
     np.testing.assert_allclose(np.linalg.norm(same.key, axis=3), 3**-0.5, rtol=0.03)
     fresh = attention_init.impulse_2024(max_steps=2, same_layers=False)(jax.random.key(0), SITE)
-    assert np.abs(fresh.query[0] - fresh.query[2]).max() > 0.1  # from other starts
+    assert np.abs(fresh.query[0] - fresh.query[2]).max() > 0.1  # from different starting points
     names, keys = [], set()
 
     def draw(rng, name, positions):
@@ -107,7 +107,7 @@ def test_2025_target_scale_noise_and_norms_are_options():
     u, s, vt = np.linalg.svd(x, full_matrices=False)
     inverse = vt[:8].T @ np.diag(1 / s[:8]) @ u[:, :8].T
     u, s, vt = np.linalg.svd(inverse @ logits @ inverse.T)
-    # Both factors of norm Σ s^1/2 are scaled to a norm of 2.
+    # Both factors, of norm (Σ s)^1/2, are scaled to a norm of 2.
     expected = 4 * (u[:, :8] * s[:8]) @ vt[:8] / s[:8].sum()
     product = weights.query[0, :, 0] @ weights.key[0, :, 0].T
     np.testing.assert_allclose(product, expected, atol=2e-3 * np.abs(expected).max())

@@ -35,7 +35,7 @@ def apply(images, drawn):
 
 
 def one_operation(operation, argument, bicubic):
-    """Draws of two operations per image, the second of which is none."""
+    """Draws of two operations per image, the second of which is a no-op."""
     drawn = (
         np.stack([x, np.full_like(x, none)], axis=1)
         for x, none in ((operation, NO_OPERATION), (argument, 0), (bicubic, False))
@@ -49,7 +49,7 @@ def draw(rngs, policy):
 
 
 def photographs():
-    """Two photographs of 48×64 pixels, with plain areas and fine structure."""
+    """Two photographs of 48×64 pixels, with flat areas and fine detail."""
     images = [Image.fromarray(image) for image in sklearn.datasets.load_sample_images().images]
     return [image.crop((200, 150, 392, 294)).resize((64, 48)) for image in images]
 
@@ -79,7 +79,7 @@ def pillow(image, name, argument, bicubic):
         return image.point([function(i) for i in range(256)] * bands)
 
     def posterize():
-        # Pillow 13 refuses 0 bits, of which earlier versions made black.
+        # Pillow 13 rejects 0 bits; earlier versions returned a black image.
         return ImageOps.posterize(image, int(argument)) if argument else table(lambda i: 0)
 
     operations = {
@@ -126,8 +126,8 @@ def compare(name, images, bicubic=False):
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in WARPS])
 def test_color_operations_match_pillow(name, kind):
     differences = compare(name, IMAGES[kind])
-    # Color and Sharpness match exactly on the machines tried, but a compiler that fuses a product
-    # and a sum may truncate to one lower. test_transforms.py tests where AutoContrast differs.
+    # Color and Sharpness match exactly on the machines tried, but a compiler that fuses a multiply
+    # and an add can give a value 1 lower. test_transforms.py tests where AutoContrast differs.
     allowed = 1 if name in ("AutoContrast", "Color", "Sharpness") else 0
     assert differences.max() <= allowed
     assert np.mean(differences > 0) < 0.001
@@ -139,8 +139,8 @@ def test_color_operations_match_pillow(name, kind):
 def test_warps_match_pillow_within_rounding(name, bicubic, kind):
     """Pillow computes coordinates in double precision and truncates values.
 
-    So a value close to an integer may end one lower here (under 1.5 % of the pixels). Where a
-    source position is exactly at the image's edge, only one of the two may show the fill color
+    So a value close to an integer can be 1 lower here (under 1.5 % of the pixels). Where a
+    source position is exactly on the image's edge, only one of the two may show the fill color
     (under 2 in 10,000).
     """
     differences = compare(name, IMAGES[kind], bicubic)

@@ -1,4 +1,4 @@
-"""Reports of comparisons whose records are written by hand, and their statistics."""
+"""Reports of comparisons, from hand-written records, and their statistics."""
 
 import csv
 import json
@@ -20,10 +20,10 @@ def record(workdir, runs, facts=None):
     """Writes and reads a comparison with the baseline 'default'.
 
     Args:
-      workdir: Its folder.
-      runs: By setting and seed the test accuracies by step, or other metrics, of runs that are
-        done; None for runs that have not begun.
-      facts: Of single settings, in addition to `FACTS`.
+      workdir: The comparison's folder.
+      runs: For each setting and seed, the test accuracies or other metrics of a finished run by
+        step; None for a run that has not started.
+      facts: Facts of individual settings, in addition to `FACTS`.
     """
     settings = {}
     for setting, seeds in runs.items():
@@ -52,17 +52,17 @@ def test_intervals_are_those_of_scipy(tmp_path):
         "mimetic": {0: None},
     }
     info, runs = record(tmp_path, curves, {"mimetic": {"baseline": "impulse"}})
-    assert "| +11.00 [+8.52, +13.48] to default |" in report.markdown(info, runs)
+    assert "| +11.00 [+8.52, +13.48] vs. default |" in report.markdown(info, runs)
 
 
 def test_one_seed_is_compared_without_an_interval(tmp_path):
     curves = {
-        "default": {0: {6: 0.8, 12: 0.75, 18: 0.95}},  # trained longer than the comparison
+        "default": {0: {6: 0.8, 12: 0.75, 18: 0.95}},  # trained past the comparison's last step
         "impulse": {0: {6: {"train/accuracy": 0.9}, 12: 0.8}},
     }
     config = {"data": {"eval_split": "train"}}
     info, runs = record(tmp_path, curves, {"impulse": {"config": config}})
-    assert runs["impulse"][0].curve == {12: 0.8}  # not that of training batches
+    assert runs["impulse"][0].curve == {12: 0.8}  # not the accuracy of training batches
     text = report.markdown(info, runs)
     assert "| impulse | 1 of 1 | 80.00 | +5.00 (one seed) |" in text
     assert "| seeds | test accuracy, % |" in text

@@ -18,7 +18,7 @@ make_site = functools.partial(dataclasses.replace, SITE)
 
 
 def mixed_angles():
-    """A table of its own for each layer and head: frequencies in a direction of its own."""
+    """A separate table for each layer and head, with frequencies along random directions."""
     y, x = np.divmod(np.arange(GRID[0] * GRID[1]), GRID[1])
     turn = np.random.default_rng(0).uniform(0, 2 * np.pi, (LAYERS, HEADS, 1, 1))
     turn = turn + np.pi / 2 * np.repeat([0, 1], DIM // 4)
@@ -27,7 +27,7 @@ def mixed_angles():
 
 
 def head_maps(weights, site):
-    """Maps of tokens that have the patch embedding's bias and nothing else."""
+    """Maps of tokens that hold only the patch embedding's bias."""
     query, key = (
         np.einsum("D,LDhd->Lhd", weights.patch_bias, kernel)[:, :, None]
         for kernel in (weights.query, weights.key)
@@ -110,7 +110,7 @@ def test_filters_of_few_rows_are_solved_on_larger_grids():
     angles = si.rotary_angles((9, 10), DIM)
     site = make_site(grid=(9, 10), angles=angles)
     kernels = np.zeros((2, 17, 17), np.float32)
-    kernels[0, 0, 0] = kernels[1, 16, 0] = 1  # from two tokens each, not evenly spaced ones
+    kernels[0, 0, 0] = kernels[1, 16, 0] = 1  # from two adjacent tokens each, not evenly spaced
     report = si.impulse(filters=kernels)(RNG, site).report
     np.testing.assert_allclose(report.target_mass, 0.3, atol=0.01)
 

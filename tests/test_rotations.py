@@ -24,7 +24,7 @@ scheme = impulse()
 
 @pytest.fixture(scope="module")
 def model():
-    """A ViT of the shapes of timm's RoPE ViTs, with layer scales far from 0."""
+    """A ViT shaped like timm's RoPE ViTs, with layer scales far from 0."""
     options = dict(image_size=8, patch_size=2, channels=3, num_classes=3)
     options |= dict(width=WIDTH, depth=DEPTH, num_heads=HEADS, positions="rope")
     options |= dict(pool="class_token", layer_scale=0.5)
@@ -45,7 +45,7 @@ def test_the_model_gets_the_weights_that_it_would_get_as_ours(model, written):
     ours = nnx.clone(model)
     ours.initialize_attention(scheme, RNG)
     for name, expected in timm.to_timm(ours).items():
-        # The solve magnifies the rounding of the angles that the table holds.
+        # The solve amplifies the rounding errors of the angles in the table.
         tolerance = 0.1 * np.abs(expected).max() if "qkv" in name else 1e-5
         np.testing.assert_allclose(written[name], expected, atol=tolerance, err_msg=name)
 
@@ -61,7 +61,7 @@ def test_the_written_model_hits(model, written):
         return measure_mean_maps(maps, GRID)["neighbor_mass"]
 
     np.testing.assert_allclose(first_layer(0 * images), 0.3, atol=0.01)  # the target mass
-    assert first_layer(images).min() > 0.2  # less what content takes
+    assert first_layer(images).min() > 0.2  # less, because content takes some
 
 
 def test_tables_are_read_in_every_form(params):
@@ -135,8 +135,8 @@ def test_models_that_the_rotations_do_not_describe_are_refused(params):
     with pytest.raises(InputError, match="the model adds pos_embed to its tokens"):
         interop.initialize(table, default(), RNG, **options)
     no_bias = {k: v for k, v in params.items() if k != "patch_embed.proj.bias"}
-    with pytest.raises(InputError, match=r"hold patch_embed\.proj\.weight where one .* bias"):
+    with pytest.raises(InputError, match=r"hold patch_embed\.proj\.weight, but .* bias"):
         interop.initialize(no_bias, scheme, RNG, **options)
     no_kernel = {k: v for k, v in no_bias.items() if k != "patch_embed.proj.weight"}
-    with pytest.raises(InputError, match="no kernel where one patch embedding"):
+    with pytest.raises(InputError, match="no kernel, but this scheme needs one patch embedding"):
         interop.initialize(no_kernel, scheme, RNG, **options)

@@ -1,4 +1,4 @@
-"""Settings of a comparison, from flags and from the papers' tables to configs."""
+"""Settings of a comparison: from flags and the papers' tables to configs."""
 
 import csv
 
@@ -39,9 +39,9 @@ def test_a_setting_is_never_compared_with_one_of_other_fields(tiny_config):
 
     found = baselines(a=("default", 1), b=("default", 2), c=("impulse", 2), d=("impulse", 3))
     assert found == dict(a="a", b="b", c="b", d=None)
-    # The first of several, which differ in options of the scheme.
+    # The first of several with the same scheme and fields.
     assert set(baselines(a=("default", 1), b=("default", 1), c=("impulse", 1)).values()) == {"a"}
-    # Nothing has to agree if there is one scheme.
+    # With a single scheme, no field has to agree.
     assert baselines(a=("default", 1), b=("default", 2)) == dict(a="a", b="a")
 
 
@@ -52,7 +52,7 @@ def test_a_setting_has_one_name_however_it_is_written(tiny_config):
     first = names("learning_rate=0.001,0.002", "config.data.drop_remainder=true")
     assert first == names("data.drop_remainder=True", "learning_rate=1e-3", "learning_rate=2e-3")
     assert first == [f"impulse,data.drop_remainder=True,learning_rate={r}" for r in (0.001, 0.002)]
-    # Characters with a meaning in paths are replaced.
+    # Characters with a special meaning in paths are replaced.
     assert names("data.train_split=train[:64]") == ["impulse,data.train_split=train__64_"]
     with pytest.raises(InputError, match=r"the name 'impulse,data\.train_split=train__64_'"):
         names("data.train_split=train[:64]", "data.train_split=train{:64}")
@@ -103,7 +103,7 @@ def test_the_options_of_a_scheme_may_stand_before_its_name():
         assert config.attention_init.target_mass == 0.3
     row = {"config": "configs/vit_t_digits.py", "fields": "model.depth=3 model.width=96"}
     model = settings.configs_of({"a": row}, [("model.depth", "5")])["a"].model
-    assert (model.depth, model.width) == (5, 96)  # the command line has the last word
+    assert (model.depth, model.width) == (5, 96)  # the command line takes precedence
     with pytest.raises(InputError, match=r"--table=2024\.9"):
         settings.read_table("2024.9")
 

@@ -23,8 +23,8 @@ def num_bytes(tree):
 
 
 def bytes_sent(program):
-    """Returns the bytes of the collectives of a compiled program by kind, repeated as loops are."""
-    totals = {}  # by computation; called ones come first
+    """Returns the bytes of a compiled program's collectives by kind, counting loop iterations."""
+    totals = {}  # by computation; callees come first
     computations = re.findall(r"^(?:ENTRY )?%(\S+) \(.*?\{\n(.*?)^\}", program, re.M | re.S)
     for name, body in computations:
         total = totals[name] = collections.Counter()
@@ -70,7 +70,7 @@ def test_data_parallel_devices_exchange_gradients_and_nothing_else(wide_config):
     sent = bytes_sent(step.as_text())
     assert sent.keys() == {"all-reduce"}
     assert sent["all-reduce"] == gradients + loss
-    # The state is donated: the step writes the new one where the old one was.
+    # The state is donated: the step writes the new state over the old one.
     assert step.memory_analysis().alias_size_in_bytes == num_bytes(setup.abstract_state)
 
 
@@ -94,7 +94,7 @@ def test_split_weights_are_gathered_and_images_stay_where_they_are(wide_config):
     assert sent["all-gather"] == 2 * num_bytes(split)  # forward and backward
     gradients = num_bytes(setup.abstract_state.params)
     assert gradients <= sent["all-reduce"] < gradients + 200  # and norms
-    whole = num_bytes(setup.abstract_state) - 3 * num_bytes(split)  # with Adam's two
+    whole = num_bytes(setup.abstract_state) - 3 * num_bytes(split)  # with Adam's moments
     expected = whole + 3 * num_bytes(split) / 4
     assert step.memory_analysis().alias_size_in_bytes == pytest.approx(expected, rel=0.01)
 

@@ -21,7 +21,7 @@ def test_sincos_channels_of_the_big_vision_convention_are_sin_x_cos_x_sin_y_cos_
 @pytest.mark.parametrize("width", [4, 18, 8.0])
 def test_widths_that_sincos_cannot_encode_are_refused(width):
     with pytest.raises(InputError, match=rf"width={width} .*learned"):
-        inspect.unwrap(sincos_positions)((4, 4), width)  # without the type check of the tests
+        inspect.unwrap(sincos_positions)((4, 4), width)  # without the tests' type checker
 
 
 @pytest.mark.parametrize("head_dim", [0, -4, 4.0, 6])

@@ -17,7 +17,7 @@ def idx_bytes(array):
 
 
 def assert_holds(dataset, split, indices, pixels, labels):
-    """The images and labels at the indices, in the order in which TFDS would store them."""
+    """Asserts that a split holds the images and labels at the indices, in TFDS's storage order."""
     order = sorted(indices, key=Hasher(split).hash_key)
     source = dataset.split(split)
     images = source.map(lambda image, label: image.decode()[..., 0])
@@ -42,7 +42,7 @@ def test_digits_are_sklearns_in_the_documented_split():
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """Small files in place of those of fashion_mnist: their folder, and their arrays by name."""
+    """Small stand-ins for the files of fashion_mnist: their folder, and their arrays by name."""
     rng, arrays = np.random.default_rng(0), {}
     for name in small.CHECKSUMS:
         size = 6 if name.startswith("train") else 3
@@ -57,7 +57,7 @@ def test_fashion_mnist_is_read_from_files_and_downloaded_once(files, tmp_path, m
     folder, arrays = files
     data_dir = tmp_path / "data"
     monkeypatch.setenv("TFDS_DATA_DIR", str(data_dir))
-    # First by a URL, then from where they were downloaded to, then from a folder of the user.
+    # First from a URL, then from the download folder, then from the user's own folder.
     for url, arguments in (
         (folder.as_uri(), []),
         ("http://127.0.0.1:9", []),
@@ -70,12 +70,12 @@ def test_fashion_mnist_is_read_from_files_and_downloaded_once(files, tmp_path, m
             assert_holds(dataset, split, range(len(labels)), images, labels)
     (tmp_path / "plain").touch()
     modes = {path.stat().st_mode for path in [tmp_path / "plain", *data_dir.rglob("*.gz")]}
-    assert len(modes) == 1  # others may read what was downloaded
+    assert len(modes) == 1  # other users can read the downloads
 
 
 def test_files_that_are_not_downloaded_or_not_the_originals_are_named(files, tmp_path, monkeypatch):
     folder, _ = files
-    # Port 9 of this host: refused at once, whatever network there is.
+    # Port 9 of this host refuses connections at once, whatever the network.
     monkeypatch.setattr(small, "URL", "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with pytest.raises(InputError, match=r"fashion_mnist: .*refused.*data_dir"):
@@ -87,7 +87,7 @@ def test_files_that_are_not_downloaded_or_not_the_originals_are_named(files, tmp
     labels.write_bytes(gzip.compress(b"another"))
     monkeypatch.setattr(small, "URL", folder.as_uri())
     data_dir = tmp_path / "data"
-    for place in (folder, data_dir):  # such as MNIST, or a proxy's page
+    for place in (folder, data_dir):  # such as MNIST's file, or a proxy's page
         with pytest.raises(InputError, match=r"t10k-labels.*gz is not the original file"):
             open_dataset("fashion_mnist", place)
-    assert len(list(data_dir.rglob("*.*"))) == 3  # nothing is kept of the other file
+    assert len(list(data_dir.rglob("*.*"))) == 3  # the wrong file is not kept

@@ -49,7 +49,7 @@ def test_a_soft_target_mass_is_reached_for_every_filter(solved):
 
 
 def test_heads_of_few_channels_reach_a_target_mass():
-    """If the norm grows faster than their directions turn, they attend to wrong tokens."""
+    """Heads attend to wrong tokens if the norm grows faster than the directions turn."""
     z, _ = solve.row_space(layer_norm(sincos_positions((16, 16), 64)))
     targets = filter_maps((16, 16))[:2]
     *_, report = solve_bank(z, targets, head_dim=8, width=64, target_mass=0.5)

@@ -70,7 +70,7 @@ def test_slices_and_reads_agree():
         np.testing.assert_array_equal(image.decode(), right.decode())
         assert label == right_label
     assert part.labels().tolist() == [label for _, label in expected]
-    some = [3, 14, 2, 10]  # of both parts, in another order
+    some = [3, 14, 2, 10]  # from both parts, out of order
     assert [label for _, label in part.read(some)] == part.labels()[some].tolist()
 
 
@@ -118,12 +118,12 @@ def test_common_examples_of_two_splits_are_counted():
 
 @pytest.fixture
 def root(tmp_path):
-    """An image folder of 20 training images and 20 of val."""
+    """An image folder with 20 images in train and 20 in val."""
     for name in ("train/ant", "train/bee", "val/ant", "val/bee"):
         folder = tmp_path / "here" / name
         folder.mkdir(parents=True)
         for number in range(10):
-            (folder / f"{number}.png").write_bytes(b"pixels")  # the digest decodes no image
+            (folder / f"{number}.png").write_bytes(b"pixels")  # the digest does not decode images
     return tmp_path / "here"
 
 
@@ -178,7 +178,7 @@ def test_of_a_large_set_all_sizes_and_a_sample_are_covered(root, monkeypatch):
         path.write_bytes(b"pixels")
 
 
-@pytest.mark.parametrize("kind", [list, tuple])  # of the latter, as of other records, a sample
+@pytest.mark.parametrize("kind", [list, tuple])  # a tuple is only sampled, like other records
 def test_the_digest_covers_images_labels_and_classes_of_a_list(kind):
     def of_list(*labels, last=PIXELS, names="ab"):
         records = [{"image": PIXELS, "label": label} for label in labels]

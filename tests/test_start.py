@@ -1,4 +1,4 @@
-"""What keeps the start of a run short."""
+"""What keeps the startup of a run short."""
 
 import logging
 import subprocess

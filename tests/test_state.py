@@ -80,7 +80,7 @@ def test_weights_are_selected_from_a_larger_model(tiny_config, teacher):
     params, model_state = initialize_from_file(model, tiny_config.seed, path)
     student = to_timm(nnx.merge(model.graphdef, params, model_state))
     for i in range(2):
-        name = f"blocks.{i}.mlp.fc1.weight"  # 128 × 32, of which the student has 64 × 16
+        name = f"blocks.{i}.mlp.fc1.weight"  # 128 × 32; the student's is 64 × 16
         np.testing.assert_array_equal(student[name], weights[name][::2, ::2])
     assert student["head.weight"].shape == (10, 16)
     shardings, expected = (
@@ -95,7 +95,7 @@ def test_weights_are_selected_from_a_larger_model(tiny_config, teacher):
 def test_weights_are_the_same_with_xla_options_for_programs_that_run_once(tiny_config, monkeypatch):
     tiny_config.attention_init = dict(name="default")
     expected = start(tiny_config).weights
-    monkeypatch.delenv("XLA_FLAGS")  # whose options took precedence
+    monkeypatch.delenv("XLA_FLAGS")  # its options would take precedence
     found = start(tiny_config).weights
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), found, expected)
 

@@ -1,4 +1,4 @@
-"""Runs that benchmarks/sweep.py trains at once, against the same runs one by one."""
+"""Runs that benchmarks/sweep.py trains together, against the same runs one by one."""
 
 import runpy
 

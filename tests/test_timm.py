@@ -1,4 +1,4 @@
-"""Conversion of a ViT and selection of weights; the other families are converted in their tests."""
+"""ViT conversion and weight selection; the other families' tests cover their conversion."""
 
 import functools
 
@@ -163,8 +163,8 @@ def test_fixed_positions_stay_the_students():
         select_weights(to_timm(vit(*TEACHER)), student)
 
 
-SMALL_PATCHES = dict(image_size=4, patch_size=2)  # as many of them
-UNFIT = {  # teacher and student from a teacher, and what the message says
+SMALL_PATCHES = dict(image_size=4, patch_size=2)  # the same number of patches
+UNFIT = {  # how to make teacher and student from a teacher, and what the message says
     "deeper": (lambda t: (t, vit(12, 5, 3)), r"has no blocks\.4\.\S+, .* depth"),
     "pool": (lambda t: (t, vit(12, 2, 3, pool="mean")), r"has no fc_norm.* pool"),
     "tokens": (lambda t: (mixer(16, 3), mixer(8, 1, image_size=4)), "number of tokens"),

@@ -23,7 +23,7 @@ def make_site(hidden=48, num_layers=2):
 
 @jax.jit
 def spatial_maps(weights):
-    """Derivative of each layer's MLP by its N inputs, at a random input."""
+    """Jacobian of each layer's MLP with respect to its N inputs, at a random input."""
     u = jax.random.normal(jax.random.key(3), (TOKENS,))
 
     def jacobian(fc1, fc2):
@@ -42,7 +42,7 @@ def test_the_map_is_the_filter_or_its_closest_map_of_the_possible_rank(hidden):
         if pairs >= TOKENS:
             np.testing.assert_allclose(found, target, atol=1e-5)
             continue
-        # No map of so low a rank is closer in mean square over tokens of this covariance.
+        # No map of this rank is closer in mean square over tokens with this covariance.
         y, x = np.divmod(np.arange(TOKENS), 6)
         covariance = 0.9 ** (np.abs(y[:, None] - y) + np.abs(x[:, None] - x))
         root = np.linalg.cholesky(covariance)
@@ -127,6 +127,8 @@ def test_given_kernels():
     values = kernels(attention_init.impulse(filters=given), width=4)
     for channel in np.moveaxis(values[0], -1, 0):
         assert any(np.array_equal(channel, kernel) for kernel in given)
+    with pytest.raises(InputError, match=r"^filters=array of shape \(2, 3, 3\) must be .*5, 5"):
+        kernels(attention_init.impulse(filters=given), kernel_size=5)
 
 
 def test_more_taps_than_a_kernel_has_are_refused():

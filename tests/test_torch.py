@@ -1,4 +1,4 @@
-"""What only torch itself can show: its tensors, and the maps that it computes."""
+"""Tests that need torch itself: its tensors, and the maps that it computes."""
 
 import jax
 import numpy as np
@@ -36,7 +36,7 @@ def test_maps_are_recorded_in_inference_mode_too():
     assert [maps.shape for maps in expected] == [(3, 2, 5, 5)] * 2
     with torch.inference_mode():
         found = torch_maps(model, tokens)
-    # PyTorch need not round alike in both modes.
+    # PyTorch can round differently in the two modes.
     for maps, same in zip(expected, found, strict=True):
         np.testing.assert_allclose(maps, same, atol=1e-6)
 

@@ -106,18 +106,18 @@ def test_averaged_weights_are_resumed_evaluated_and_exported(run_config, tmp_pat
     run_config.update(seed=1, ema_decay=0.8)
 
     def on_evaluation(step, results):
-        # A hook may use JAX as usual, although the loop around it transfers nothing implicitly.
+        # Hooks can use JAX as usual, although the training loop disallows implicit transfers.
         assert jax.numpy.mean(jax.numpy.asarray(list(results.values()))) > 0
         return step == 6
 
     stopped = train.train(run_config, tmp_path / "run", on_evaluation=on_evaluation)
-    assert "note: in the averages that are evaluated" in capsys.readouterr().out  # 0.8**12 is 7 %
+    assert "note: the initial weights will still make up 7%" in capsys.readouterr().out  # 0.8**12
     assert [m["step"] for m in read_metrics(tmp_path / "run") if "eval/loss" in m] == [6]
     results = train.train(run_config, tmp_path / "run")
     assert stopped != results
     resumed = final_state(run_config, tmp_path / "run")
     assert resumed.step == 12
-    # These are the steps that the seed of the config gives.
+    # Repeats the run by hand with the config's seed.
     setup = set_up(run_config)
     state = setup.initialize()
     source = build.open_split(run_config, build.open_data(run_config), "train_split")
@@ -130,7 +130,7 @@ def test_averaged_weights_are_resumed_evaluated_and_exported(run_config, tmp_pat
     export.export(run_config, tmp_path / "run", tmp_path)
     bias = load_file(tmp_path / "model.safetensors")["head.bias"]
     np.testing.assert_array_equal(bias, resumed.ema["params"]["head"]["bias"])
-    run_config.ema_decay = 0.0  # of the same checkpoint, the weights of the last step
+    run_config.ema_decay = 0.0  # the last step's weights, from the same checkpoint
     _, state = evaluate.restore_model(run_config, tmp_path / "run")
     np.testing.assert_array_equal(state.params["head"]["bias"], resumed.params["head"]["bias"])
     assert np.any(state.params["head"]["bias"] != bias)
@@ -153,15 +153,15 @@ def test_a_run_continues_with_fields_that_may_change(longer_config, workdir, cap
     monkeypatch.setattr(train, "make_train_step", make)
     uploaded = []
     monkeypatch.setattr(train.MetricsLog, "upload", lambda log: uploaded.append(log))
-    # Disabled clipping keeps its place in the state of the optimizer.
+    # Disabled clipping keeps its place in the optimizer state.
     longer_config.update(learning_rate=5e-4, clip_norm=0.0)
     longer_config.update(checkpoint_every_steps=3, eval_every_epochs=0.5)
     longer_config.loss = "test_train:weighted_cross_entropy"
     live = len(jax.live_arrays())
     train.train(longer_config, workdir)
     assert len(traced) == 1
-    assert len(uploaded) == 3  # with the checkpoints 15 and 18, and at the end
-    # Not after a collection: none comes in time for the next run in the same process.
+    assert len(uploaded) == 3  # with checkpoints 15 and 18, and at the end
+    # Without a garbage collection, which may come too late for the next run in the process.
     assert len(jax.live_arrays()) <= live
     out = capsys.readouterr().out
     assert "config changed since the checkpoint:\n  checkpoint_every_steps: 4 -> 3\n" in out
@@ -176,7 +176,7 @@ def test_a_run_continues_with_fields_that_may_change(longer_config, workdir, cap
     digests = [digest(dataset.split(x), dataset.class_names) for x in ("train[:384]", "test[:90]")]
     assert record["data_digest"] == digests[0]
     assert record["evaluation"] == f"digits test[:90], crop_fraction 1.0, digest {digests[1]}"
-    # The newest two checkpoints are kept, and the best.
+    # The two newest checkpoints and the best one are kept.
     kept = {int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit()}
     name = "eval/accuracy"
     evaluated = {m["step"]: m[name] for m in metrics if name in m}
@@ -214,7 +214,7 @@ def cross_entropy_of_known_classes(logits, targets):
 
 @pytest.fixture
 def bad_config(longer_config, monkeypatch):
-    """Gives step 15 a label of -1, and with it a loss of NaN."""
+    """Gives step 15 a label of -1, which makes its loss NaN."""
     train_batches = DeviceLoader.train_batches
     spoil = jax.jit(lambda labels: jnp.where(jnp.arange(len(labels)) == 3, -1, labels))
 
@@ -231,10 +231,11 @@ def bad_config(longer_config, monkeypatch):
 def test_a_nonfinite_step_stops_the_run_and_its_trace_is_kept(bad_config, workdir, capsys):
     bad_config.update(log_every_steps=100, checkpoint_every_steps=2)
     with pytest.raises(StoppedError) as caught:
-        train.train(bad_config, workdir, profile_step=3)  # after the resume from step 12
+        train.train(bad_config, workdir, profile_step=3)  # after resuming from step 12
     assert caught.value.exit_code == 2
     assert "structinit_jax.show with --step=15" in str(caught.value)
-    assert f"wrote a trace from step 15 on to {workdir / 'profile'}: " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"wrote a trace, starting at step 15, to {workdir / 'profile'}: " in out
     (perfetto,) = (workdir / "profile").rglob("perfetto_trace.json.gz")
     assert len(json.loads(gzip.decompress(perfetto.read_bytes()))["traceEvents"]) > 10
 
@@ -254,7 +255,7 @@ def test_your_own_optimizer_may_leave_out_nonfinite_steps(tiny_config):
     assert metrics["finite"]
 
 
-# TensorStore may call back into the event loop of Orbax's failed save, which is closed.
+# After a failed save, TensorStore may call back into Orbax's event loop, which is already closed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_ends_the_run_and_leaves_its_checkpoints(longer_config, workdir, monkeypatch):

@@ -40,7 +40,7 @@ def test_pad_crops_are_uniform_windows_of_the_padded_image():
 
 
 def test_autocontrast_matches_pillow_but_for_whole_quotients_that_it_truncates():
-    """For every fifth of the 32,896 pairs of a lowest and a highest value."""
+    """For every fifth of the 32,896 pairs of lowest and highest values."""
     low, high = (values[::5] for values in np.triu_indices(256))
     rows = np.clip(np.arange(256), low[:, None], high[:, None]).astype(np.uint8)
     images = np.pad(rows, ((0, -len(rows) % 3), (0, 0))).reshape(-1, 3, 256)

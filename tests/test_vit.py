@@ -1,4 +1,4 @@
-"""The ViT against what timm computes with the same weights, its tokens and its positions."""
+"""The ViT against timm with the same weights, its tokens and its positions."""
 
 import functools
 
@@ -42,7 +42,7 @@ def recorded(case):
 
 @functools.cache
 def outcome(case):
-    """Logits, outputs of the blocks and the gradients by weights, in timm's layout, and images."""
+    """Logits, block outputs, and the gradients for weights (in timm's layout) and images."""
     arrays = recorded(case)
     model = make_timm(**CASES[case])
     from_timm(model, references.part(arrays, "state"))
@@ -130,7 +130,7 @@ def test_rotary_heads_of_every_layer_attend_to_their_neighbor(library_promotion)
     weights = attention_init.impulse()(jax.random.key(0), site)
     options |= dict(pool="class_token", dtype="bfloat16", remat="full")
     model = make(**options, attention_init=lambda rng, site: weights)
-    # Without content and what layers write, all that tokens hold is their common vector.
+    # Without content and the layers' outputs, tokens hold only their common vector.
     quiet = [model.patch_embedding.kernel, model.blocks.attention.out.kernel]
     for kernel in (*quiet, model.blocks.mlp.fc2.kernel):
         kernel[...] = 0.0 * kernel[...]

@@ -33,7 +33,7 @@ def scheme(rng, site):
 
 @functools.cache
 def model():
-    """A Swin as it starts: norms, but no other values, at their start."""
+    """A Swin whose scales are 1 and biases 0, as at the start; all other values are 0.1."""
     abstract = nnx.eval_shape(lambda: SwinTransformer(**SWIN, rngs=nnx.Rngs(0)))
 
     def fill(path, leaf):
@@ -56,7 +56,7 @@ def test_a_swin_gets_the_weights_of_our_trainer():
     assert any(not np.array_equal(value, start[key]) for key, value in found.items())
 
 
-SWIN_NAMES = {  # ours by timm's, and those of query, key and value
+SWIN_NAMES = {  # their names by timm's, and the names of query, key and value
     "files of transformers": (
         {"attn.relative": "attention.self.relative", "attn.proj": "attention.output.dense"},
         [f"attention.self.{field}" for field in ("query", "key", "value")],

@@ -39,7 +39,7 @@ def test_impulse_rows_have_exactly_the_mass_and_others_are_uniform(mass):
     np.testing.assert_allclose(maps[~has_target], 1 / 20, rtol=1e-5)
     assert set(np.unique(weights.filter_index)) == set(range(9))
     np.testing.assert_allclose(weights.bias.max(), np.log(19 * mass / (1 - mass)), rtol=1e-5)
-    np.testing.assert_allclose(np.std(weights.query), 0.02, rtol=0.1)  # timm's all the same
+    np.testing.assert_allclose(np.std(weights.query), 0.02, rtol=0.1)  # still timm's
 
 
 def test_given_kernels_are_mixed_with_a_uniform_floor():
@@ -48,7 +48,7 @@ def test_given_kernels_are_mixed_with_a_uniform_floor():
     scheme = impulse(filters=kernels, target_mass=mass)
     weights = scheme(RNG, dataclasses.replace(SITE, grid=window))
     targets = filter_maps(window, filters=kernels)[weights.filter_index]
-    target, row = targets[:, :, 40], maps_of(weights, window)[:, :, 40]  # of the center
+    target, row = targets[:, :, 40], maps_of(weights, window)[:, :, 40]  # of the center token
     np.testing.assert_allclose(np.minimum(row, target).sum(-1), mass, rtol=1e-4)
     floor = row.min(axis=-1, keepdims=True)
     # Above the floor the row is the kernel.
@@ -58,7 +58,7 @@ def test_given_kernels_are_mixed_with_a_uniform_floor():
 
 def test_windows_in_which_uniform_attention_has_the_target_mass_have_no_bias():
     three = dataclasses.replace(SITE, grid=(1, 3))
-    assert not np.any(impulse()(RNG, three).bias)  # uniform attention pays 1 / 3 already
+    assert not np.any(impulse()(RNG, three).bias)  # uniform attention already gives 1 / 3
     row = impulse(target_mass=0.5)(RNG, three)
     assert set(np.unique(row.filter_index)) == {0, 1, 2}
     assert row.bias.shape == (6, 5, 3)
@@ -90,7 +90,7 @@ def test_maps_on_images_have_the_mass_in_shifted_and_unshifted_blocks():
     maps = np.asarray(out["stages"][0]["blocks"]["attention_maps"]).mean(axis=1)  # [L, W, h, n, n]
     targets = np.asarray(weights.targets)[np.asarray(weights.filter_index)]
     boost = (n - 1) * mass / (1 - mass)  # the exponential of the bias
-    mask = shift_mask((12, 12), (4, 4), (2, 2)) == 0  # [W, n, n], with itself
+    mask = shift_mask((12, 12), (4, 4), (2, 2)) == 0  # [W, n, n], with the token itself
     assert not mask.all()
     for layer, seen in enumerate((np.ones_like(mask), mask)):
         target = targets[layer] * seen[:, None]

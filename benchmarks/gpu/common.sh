@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Read by measure.sh and train.sh: installs what pack.sh packed, and defines `part`.
+# Sourced by measure.sh and train.sh: installs what pack.sh packed, and defines `part` and `finish`.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 export OUT=${OUT:-out} PYTHONPATH=$PWD PYTHON=${PYTHON:-python3} QUICK=${QUICK:-}

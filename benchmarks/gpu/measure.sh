@@ -16,7 +16,7 @@ fi
 
 part devices "$PYTHON" -c 'import jax; print(jax.__version__, jax.devices())'
 part digits "$PYTHON" -m structinit_jax.main "${digits[@]}" --workdir="$OUT/digits"
-# Killed and resumed: all arrays and metrics must have the same bits.
+# Killed and resumed: all arrays and metrics must be bit-identical.
 XLA_FLAGS=--xla_gpu_deterministic_ops=true \
   part soak "$PYTHON" benchmarks/soak.py --kills="$kills" --steps="$steps" --out="$OUT/soak.json"
 for row in "${rows[@]}"; do

@@ -1,10 +1,10 @@
 #!/bin/bash
 # Packs wheels for Python 3.12 on x86-64 and the images into .gpu/: benchmarks/gpu/pack.sh CIFAR10.tar.gz
-# PYTHON is a Python 3.12.
+# PYTHON must be Python 3.12.
 set -eu
 images=$(realpath "$1")
 cd "$(dirname "$0")/../.."
-# What the trainer needs beside JAX, Flax, Optax, Orbax, PyTorch and matplotlib.
+# What the trainer needs besides JAX, Flax, Optax, Orbax, PyTorch and matplotlib.
 packages=(
   array_record beartype clu cykooz-resizer dm-tree docstring-parser etils googleapis-common-protos
   immutabledict importlib_resources jaxtyping ml-collections portpicker promise

@@ -22,7 +22,7 @@ for init in kaiming_uniform mimetic impulse_2024 impulse; do
   part "vit_$init" "$PYTHON" -m structinit_jax.main --config="$vit_row,$init" "${vit[@]}" \
     --workdir="$OUT/vit_$init"
 done
-# 2024, table 4: 100 epochs, while time lasts. Every evaluation is in metrics.jsonl.
+# 2024, table 4: 100 epochs, if time allows. Every evaluation is in metrics.jsonl.
 for filters in trained impulse_2024 random box; do
   part "mixer_$filters" "$PYTHON" -m structinit_jax.main --config="$mixer_row,$filters" \
     "${mixer[@]}" --workdir="$OUT/mixer_$filters"

@@ -9,7 +9,7 @@
 #   --nodes=N          number of nodes (default: 1)
 #   --gpus=N           GPUs per node (default: 8)
 #   --accelerator=A    node label (default: nvidia-h100-80gb)
-#   --tpu=TYPE:AxB     a TPU slice instead: v4, v5e, v5p or v6e and its topology, such as v5e:4x4
+#   --tpu=TYPE:AxB     use a TPU slice instead: v4, v5e, v5p or v6e and its topology, such as v5e:4x4
 #   --spot             use spot nodes: cheaper, but may be preempted at any time
 #   --logs             follow the first pod's output
 #   --delete           stop the run, which can be resumed, and delete the JobSet
@@ -47,7 +47,7 @@ while (($#)); do
 done
 need kubectl "see https://kubernetes.io/docs/tasks/tools"
 
-# Prints one pod per host. All pods start together, and restart together after a failure.
+# Prints the JobSet: one pod per host. All pods start together, and restart together after a failure.
 manifest() {
   cat << YAML
 apiVersion: jobset.x-k8s.io/v1alpha2
@@ -75,7 +75,7 @@ spec:
           backoffLimit: 0
           podFailurePolicy:
             rules:
-              # A stop with a checkpoint is not a failure: all pods end with 75, and are replaced.
+              # A stop with a checkpoint is not a failure: all pods exit with 75 and are replaced.
               - action: Ignore
                 onExitCodes: {operator: In, values: [75]}
               # A mistake, or a state that is not finite, would end every restart in the same way.
@@ -135,13 +135,13 @@ case $action in
         v6e) accelerator='tpu-v6e-slice' ;;
       esac
       chips=$((${topology//x/*}))
-      # Hosts have four chips; small v5e and v6e slices are a single host with up to eight.
+      # Hosts have four chips; small v5e and v6e slices are a single host with up to eight chips.
       if ((chips <= 4)) || { ((chips == 8)) && [[ $tpu == v[56]e:* ]]; }; then
         nodes=1
       else
-        nodes=$((chips / 4)) chips=4 join=' --join_timeout=86400' # until all have a node
+        nodes=$((chips / 4)) chips=4 join=' --join_timeout=86400' # until all pods have a node
       fi
-      # All pods in one node pool, which is one slice. They find each other by variables of GKE.
+      # All pods in one node pool, which is one slice. They find each other by GKE's variables.
       annotations='alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool'
       selector="cloud.google.com/gke-tpu-accelerator: $accelerator, "
       selector+="cloud.google.com/gke-tpu-topology: '$topology'"
@@ -150,10 +150,10 @@ case $action in
     else
       selector="cloud.google.com/gke-accelerator: $accelerator"
       limits="nvidia.com/gpu: $gpus"
-      # GKE mounts the driver there, where no loader looks for it.
+      # GKE mounts the driver in this directory, which the loader does not search.
       environment='{name: JAX_PLATFORMS, value: "cuda,cpu"}'
       environment+=', {name: LD_LIBRARY_PATH, value: /usr/local/nvidia/lib64}'
-      join=' --num_processes=1' # a single process need not wait until its host name is known
+      join=' --num_processes=1' # a single process does not wait for its host name
       if ((nodes > 1)); then
         join=" --coordinator_address=$name-workers-0-0.$name:8476 --num_processes=$nodes"
         # shellcheck disable=SC2016 # expands in the pod

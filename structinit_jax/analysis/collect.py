@@ -22,23 +22,23 @@ from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
 from structinit_jax.training.state import AbstractModel, TrainState, initialize_model
 
-BATCH_SIZE = 8  # images at a time, whose maps are in memory together
+BATCH_SIZE = 8  # images at a time; their maps are in memory together
 
 
 class Layer(NamedTuple):
     """One layer of a model, averaged over images; windows count as images."""
 
-    name: str  # number of the layer, from 1; '2.1' is the first one of stage 2
+    name: str  # layer number, from 1; '2.1' is the first layer of stage 2
     grid: tuple[int, int] | None  # rows and columns of the N tokens of a map; None in a ConvMixer
     # Without class and register tokens; rows sum to 1. None in a ConvMixer.
     maps: Float[np.ndarray, "h N N"] | None
-    # By the name in `analysis.measures`. 'stable_rank', that of the layer's output, has a single
-    # value, as has 'input_rank', that of a ConvMixer layer's input.
+    # By name, as in `analysis.measures`. 'stable_rank' (of the layer's output) and 'input_rank' (of
+    # a ConvMixer layer's input) have a single value.
     measures: dict[str, Float[np.ndarray, " h"]]
 
 
 class Snapshot(NamedTuple):
-    """A model with certain weights, on certain images."""
+    """A model with given weights, observed on given images."""
 
     name: str  # initialization and step of a run; "selected weights" with `config.start_from`
     layers: list[Layer]  # first to last
@@ -47,8 +47,8 @@ class Snapshot(NamedTuple):
 def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
     """Reads training images without augmentation, cropped as for evaluation.
 
-    The images are spread evenly over the split: `count` of them, or all if there are fewer, rounded
-    down to a multiple of `BATCH_SIZE`, which both must reach.
+    The images are spread evenly over the split. Their number is `count`, or the size of the split
+    if smaller, rounded down to a multiple of `BATCH_SIZE`; it must not be 0.
     """
     data = config.data
     source = build.open_split(config, build.open_data(config), "train_split")
@@ -59,7 +59,7 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
 
 
 def observe_start(config: ConfigDict, images: UInt8[np.ndarray, "n H H C"]) -> Snapshot:
-    """Observes a model with its initial values."""
+    """Observes a model with its initial weights."""
     mesh = make_mesh(devices=jax.local_devices()[:1])
     model = build.make_model(config, mesh)
     weights, targets = _initialize(config, model)
@@ -73,7 +73,7 @@ def observe_run(
 ) -> list[Snapshot]:
     """Observes a run before and after training.
 
-    `restored` is the run's model on one device, and its state, from `evaluate.restore_model`.
+    `restored` is the run's model and state on one device, from `evaluate.restore_model`.
     """
     model, state = restored
     initial, targets = _initialize(config, model)
@@ -88,7 +88,7 @@ def _start_name(config):
 
 
 def _initialize(config, model):
-    """Returns the weights that a run starts from, and the targets of their heads by stack."""
+    """Returns the weights that a run starts from, and the targets of the heads by stack."""
     weights, _, targets = initialize_model(config, model, make_attention_init(config))
     sites = nnx.merge(model.graphdef, *weights).sites()
     has_maps = sites and not any(isinstance(site, TokenMixingSite) for site in sites.values())
@@ -105,7 +105,7 @@ def observe(
     weights_by_name: Mapping[str, Sequence[Any]],
     images: UInt8[np.ndarray, "n H H C"],
 ) -> list[Snapshot]:
-    """Observes a model, on one device, with each of several weights: parameters and model state.
+    """Observes a model on one device with several sets of weights (parameters and model state).
 
     `targets` are those of `InitialModel`. The number of images n is a multiple of `BATCH_SIZE`.
     """
@@ -145,9 +145,9 @@ def _layers(prefix, site, averages) -> list[Layer]:
 
 
 def _observe_batch(config, graphdef, targets, weights, images):
-    """Returns averages over a batch by stage: arrays [L, ...] by measure, and the maps.
+    """Returns averages over a batch for each stage: arrays [L, ...] by measure, and the maps.
 
-    Each also has the 'tokens' [L, B, N, D] to take ranks of.
+    Each stage also has 'tokens' [L, B, N, D], from which ranks are computed.
     """
     model = nnx.merge(graphdef, *weights)
     data = config.data
@@ -161,7 +161,7 @@ def _observe_batch(config, graphdef, targets, weights, images):
     stages = []
     for stage, (name, site) in zip(out.get("stages", [out]), sites.items(), strict=True):
         output = stage["blocks"]["output"]
-        if output.ndim == 4:  # It is [L, B, N, D], and class and register tokens come first.
+        if output.ndim == 4:  # The shape is [L, B, N, D]; class and register tokens come first.
             output = output[:, :, -site.num_tokens :]
         averages = _average_maps(stage["blocks"], site, targets.get(name))
         stages.append(averages | {"tokens": _tokens(output)})
@@ -176,7 +176,7 @@ def _tokens(features) -> Float[Array, "L B N D"]:
 def _average_maps(blocks, site: AttentionStack, targets) -> dict[str, Array]:
     """Averages maps [L, h, N, N] and the measures that need the maps of each image.
 
-    For the others, see `measures.measure_mean_maps`.
+    For the other measures, see `measures.measure_mean_maps`.
     """
     maps = blocks["attention_maps"][..., -site.num_tokens :, -site.num_tokens :]
     maps = maps.reshape(len(maps), -1, *maps.shape[-3:])  # Windows count as images.
@@ -185,6 +185,6 @@ def _average_maps(blocks, site: AttentionStack, targets) -> dict[str, Array]:
     averages = dict(maps=maps.mean(axis=0), entropy=measures.mean_entropy(maps))
     if targets is not None:
         index, filters = targets
-        with_target = maps[:, : len(index)]  # `impulse_mimetic` has none in the last layers.
+        with_target = maps[:, : len(index)]  # `impulse_mimetic` has no targets in the last layers.
         averages |= measures.measure_against_targets(with_target, filters[index])
     return averages

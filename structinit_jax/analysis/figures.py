@@ -15,10 +15,10 @@ from structinit_jax.analysis.collect import Layer, Snapshot
 from structinit_jax.errors import printable
 from structinit_jax.training.figures import png
 
-REACH = 4  # largest offset that is drawn: on a large grid, an impulse would be too small
-STEP = 1.06  # from one map to the next, in units of the side of a map
+REACH = 4  # largest offset drawn: on all of a large grid, an impulse would be too small to see
+STEP = 1.06  # distance from one map to the next, in units of a map's side
 KERNEL = 0.35  # the same for kernels
-# Text to the left of a tile; names from users may have dollar signs.
+# Text to the left of a tile; users' names can contain dollar signs.
 SIDEWAYS = dict(rotation=90, ha="right", va="center", parse_math=False)
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe & Ito
 
@@ -35,7 +35,7 @@ PANELS = {
 
 
 def add_legend(figure, axis) -> None:
-    """Adds the legend of an axis below the figure, which grows by it."""
+    """Adds the legend of an axis below the figure and makes the figure taller to fit it."""
     handles, labels = axis.get_legend_handles_labels()
     width, height = figure.get_size_inches()
     figure.set_size_inches(width, height + 0.22 * len(labels))
@@ -45,7 +45,8 @@ def add_legend(figure, axis) -> None:
 
 
 def _save(figure, title, path):
-    # A title may hold the name of a folder, which need not be text; matplotlib wraps it as markup.
+    # Titles can contain folder names, which are not always valid text; matplotlib's own wrapping
+    # would parse them as markup.
     columns = max(12, int(10 * figure.get_figwidth()))
     figure.suptitle(textwrap.fill(printable(title), columns), parse_math=False)
     Path(path).write_bytes(png(figure))
@@ -60,10 +61,10 @@ def draw_maps(
     title: str,
     path: str | Path,
 ) -> None:
-    """Like `draw_snapshots`, for attention maps of any models, by the name of the model.
+    """Draws attention maps of any models, by model name, like `draw_snapshots`.
 
-    Average the maps over images, and cut off class and register tokens: the N tokens that are left
-    are those of the grid (rows, columns).
+    The maps must be averaged over images, without class and register tokens: the N tokens are those
+    of the grid (rows, columns).
     """
     snapshots = []
     for name, layers in maps.items():
@@ -76,9 +77,9 @@ def draw_snapshots(snapshots: Sequence[Snapshot], title: str, path: str | Path) 
     """Draws the attention maps of models, as in figures 3 to 6 of the 2024 paper.
 
     For every head of the first layer: the map [N, N] with queries as rows and keys as columns, and
-    below it the upper left corner with two rows of tokens. Beside them, every head of all layers as
-    a convolution kernel. Models have a band each, one below the other; the unit of length is a tile
-    with a map.
+    below it the map's upper left corner (two rows of tokens). Beside them: every head of all layers
+    as a convolution kernel. Each model has its own band, one below the other; the unit of length is
+    the side of a map.
     """
     everything = [layer for snapshot in snapshots for layer in snapshot.layers]
     uniform = 1 / min(layer.maps.shape[-1] for layer in everything)
@@ -119,7 +120,7 @@ def _kernels(layer):
 
 
 def _draw_layer(axis, layer, top, scale):
-    """Draws the maps of the heads of a layer, and their upper left corners below them."""
+    """Draws the map of each head of a layer, and below it the map's upper left corner."""
     rows, columns = layer.grid
     size = min(2, rows) * columns
     axis.text(-0.06, top + 0.5, f"layer {layer.name}", **SIDEWAYS)
@@ -145,7 +146,7 @@ def _draw_kernels(axis, layers, corner, scale):
 
 
 def _draw_tile(axis, array, corner, size, scale, frames, color="white"):
-    """Draws a matrix in a square, with frames around square parts (row, column, rows) of it."""
+    """Draws a matrix in a square, with frames around square blocks of it (row, column, size)."""
     left, top = corner
     extent = (left, left + size, top + size, top)
     # A large matrix has more entries than the square has pixels.
@@ -178,7 +179,7 @@ def draw_by_layer(snapshots: Sequence[Snapshot], title: str, path: Path) -> None
         for number, snapshot in enumerate(snapshots):
             shift = 0.1 * (number - (len(snapshots) - 1) / 2)
             _draw_measure(axis, name, snapshot, COLORS[number % len(COLORS)], shift)
-        axis.axhline(0, color="black", linewidth=0.8)  # all measures are seen from 0
+        axis.axhline(0, color="black", linewidth=0.8)  # every axis includes 0
         axis.set_title(PANELS[name], size=10)
         axis.grid(alpha=0.3)
         axis.set_xticks(range(1, len(labels) + 1, every), labels[::every])

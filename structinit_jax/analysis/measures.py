@@ -18,17 +18,17 @@ from structinit_jax.errors import require
 def measure_mean_maps(
     maps: Float[Array | np.ndarray, "*heads N N"], grid: tuple[int, int]
 ) -> dict[str, Float[Array, "*heads"]]:
-    """Measures attention maps, averaged over images, over the N tokens of a grid of rows, columns.
+    """Measures attention maps, averaged over images, of the N tokens of a grid (rows, columns).
 
     Returns averages over tokens:
 
-    - 'distance': distance in tokens between a token and what it attends to, as in Raghu et al. 2021
-      (arXiv:2108.08810).
-    - 'neighborhood_mass': attention on the 3×3 neighborhood, the token itself included. Tokens at
+    - 'distance': distance in tokens between a token and the tokens it attends to, as in Raghu et
+      al. 2021 (arXiv:2108.08810).
+    - 'neighborhood_mass': attention on the 3×3 neighborhood, including the token itself. Tokens at
       the border have fewer neighbors.
-    - 'neighbor_mass': attention on the token at one offset, over the tokens that have it, for the
-      offset with the most. Offsets are up to half the grid, so that a quarter of the tokens or more
-      have each. About 1 / N for a uniform map.
+    - 'neighbor_mass': attention on the neighbor at the offset that gets the most, averaged over the
+      tokens that have this neighbor. Offsets reach up to half the grid, so at least a quarter of
+      the tokens have a neighbor at each. About 1 / N for a uniform map.
     """
     num_tokens = grid[0] * grid[1]
     y, x = np.divmod(np.arange(num_tokens), grid[1])
@@ -50,7 +50,7 @@ def measure_mean_maps(
 def mean_entropy(maps: Float[Array, "B *heads N N"]) -> Float[Array, "*heads"]:
     """Returns the entropy of a token's attention in nats, averaged over images and tokens.
 
-    It is at most ln N, for a uniform map.
+    The maximum is ln N, for a uniform map.
     """
     return -jnp.sum(jax.scipy.special.xlogy(maps, maps), axis=-1).mean(axis=(0, -1))
 
@@ -62,7 +62,7 @@ def measure_against_targets(
 
     As in `SolveReport`, but for each head: 'target_mass' is the overlap of map and target, and
     'hit_rate' the fraction of rows whose strongest attention is where the target is strongest. Both
-    are over the rows that have a target (an impulse has none where its neighbor is off the grid).
+    cover only rows that have a target (an impulse has none where its neighbor is off the grid).
     """
     targets = jnp.broadcast_to(targets[None], maps.shape)
     hits, has_target = find_hits(targets, maps)
@@ -76,9 +76,9 @@ def measure_against_targets(
 def attention_by_offset(
     maps: Float[Array | np.ndarray, "*batch N N"], grid: tuple[int, int]
 ) -> Float[Array, "*batch R C"]:
-    """Averages attention over tokens at every offset: the map as a convolution kernel.
+    """Averages attention over tokens at every offset, which gives a convolution kernel.
 
-    Each offset is averaged over the tokens of the grid (rows, columns) that have that neighbor. The
+    Each offset is averaged over the tokens of the grid (rows, columns) with a neighbor there. The
     result is [*batch, 2 rows - 1, 2 columns - 1]; the center is a token's attention to itself.
     """
     num_tokens = grid[0] * grid[1]
@@ -97,11 +97,11 @@ def attention_by_offset(
 
 
 def stable_rank(x: Float[np.ndarray, "*batch N D"]) -> Float[np.ndarray, "*batch"]:
-    """Returns ‖X‖² (Frobenius) / ‖X‖² (spectral) of each matrix, which is not centered.
+    """Returns ‖X‖² (Frobenius) / ‖X‖² (spectral) of each matrix, without centering.
 
     This is the rank of remark 1 in the 2024 paper: the sum of the squared singular values over the
-    largest. It is between 1 and the rank. In NumPy, since jaxlib's batched decompositions can wait
-    for each other forever on CPUs of two cores.
+    largest. It is between 1 and the rank. It uses NumPy because jaxlib's batched decompositions can
+    deadlock on CPUs with two cores.
     """
     x = np.asarray(x, np.float64)
     transposed = x.swapaxes(-2, -1)

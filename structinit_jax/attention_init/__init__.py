@@ -1,15 +1,15 @@
 """Structured initialization of attention for any model; needs neither Flax nor our models.
 
 A scheme is a function of options that returns a function `(rng, site) -> weights`. A site describes
-a stack of equal layers. The weights have the layout of Flax's kernels:
+a stack of identical layers. The weights have the layout of Flax's kernels:
 
     init = impulse(kernel_size=3)
     site = AttentionSite(grid=(14, 14), width=192, num_heads=3, head_dim=64, num_layers=12,
                          qk_scale=64**-0.5, positions=sincos_positions((14, 14), 192))
     weights = init(jax.random.key(0), site)      # weights.query: [12, 192, 3, 64]
 
-Both calls may raise `InputError`: the first for invalid options, the second for a kind of site that
-the scheme does not support, or for options that do not apply to it.
+Both calls can raise `InputError`: the first for invalid options, the second for a kind of site that
+the scheme does not support, or for options that do not apply to that site.
 
 Each kind of site has a module with its schemes:
 
@@ -79,32 +79,32 @@ def impulse(
 ) -> AttentionInit:
     """The papers' method: every head of every layer starts as an impulse convolution.
 
-    Query and key weights are solved for, such that each head's attention to positions is
+    Solves for query and key weights such that each head's attention to positions is
 
         softmax(σ X Q Kᵀ Xᵀ) ≈ H,
 
-    where H attends to the neighbor at the head's offset (2024, equation 8). Value and output
-    projection have a product near -0.4 I, as in 2025. `impulse_2024` and `impulse_2025` are the
-    papers' own ways to solve for Q and K, algorithm 1 and a pseudo-inverse; this one gets closer to
-    H at the same norms. Once compiled, it takes less than a second on 14×14 tokens; the time grows
-    with the square of the number of tokens. `absolute` has the method for ViTs.
+    where H attends to the neighbor at the head's offset (2024, equation 8). The product of value
+    and output projection is near -0.4 I, as in 2025. `impulse_2024` and `impulse_2025` solve for Q
+    and K as the papers do, with algorithm 1 and a pseudo-inverse; this scheme gets closer to H at
+    the same norms. Once compiled, it takes less than a second on 14×14 tokens; the time grows with
+    the square of the number of tokens. `absolute` describes the method for ViTs.
 
-    The forms for rotary positions, windows (Swin) and token mixing (MLP-Mixer) are our own: the
-    papers have no impulse for them. So is the scale of the filters at a `ConvSite`.
+    The variants for rotary positions, windows (Swin) and token mixing (MLP-Mixer) are our own: the
+    papers have no impulse for them. The scale of the filters at a `ConvSite` is our own too.
 
     >>> weights = si.impulse(kernel_size=3)(jax.random.key(0), site)  # a site as in `AttentionSite`
     >>> weights.query.shape
     (12, 96, 3, 32)
 
     Args:
-      kernel_size: Kernel size f of the impulses, odd. A `ConvSite` has its own.
-      filters: Kernels [F, f, f] to use instead of impulses, whatever the kernel size.
+      kernel_size: Odd kernel size f of the impulses. A `ConvSite` has its own kernel size.
+      filters: Kernels [F, f, f] to use instead of impulses; `kernel_size` is then ignored.
       dilation: Distance in tokens between neighboring taps of a kernel.
-      target_mass: Share of its attention that a token pays to the target, which sets how sharp the
-        maps are. It must be larger than that of uniform attention, 1 / N on an impulse; a window
-        where it is not keeps a zero bias. `weights.report` has the share that a solve reached.
+      target_mass: Share of a token's attention that goes to its target, which sets how sharp the
+        maps are. It must be larger than the share under uniform attention, 1 / N for an impulse; a
+        window where it is not keeps a zero bias. `weights.report` has the share that was reached.
       replace_positions: Whether a sin-cos encoding replaces learned positions. If false, learned
-        positions are multiplied by 18, as in 2025, and the weights are solved for these.
+        positions are multiplied by 18, as in 2025, and the solve uses the result.
 
     Returns:
       The scheme, a function `(rng, site) -> weights`.
@@ -132,12 +132,12 @@ def impulse_mimetic(
     dilation: PositiveInt = 1,
     target_mass: Fraction = 0.1,
 ) -> AttentionInit:
-    """Our variant: `impulse` in the first half of the layers, similar tokens in the second.
+    """Our variant: `impulse` in the first half of layers, attention to similar tokens in the rest.
 
-    In the second half heads attend to similar tokens, Q Kᵀ near 0.7 I as in `mimetic`. The default
-    mass on the target is smaller than that of `impulse`, since softer impulses in the early layers
-    train better on CIFAR-10 (docs/results.md); ten tokens or fewer need a larger one. A sin-cos
-    encoding replaces learned positions. For the options, see `impulse`.
+    In the second half, heads attend to similar tokens: Q Kᵀ is near 0.7 I, as in `mimetic`. The
+    default target mass is smaller than that of `impulse` because softer impulses in the early
+    layers train better on CIFAR-10 (docs/results.md); grids of ten tokens or fewer need a larger
+    mass. A sin-cos encoding replaces learned positions. For the options, see `impulse`.
 
     >>> weights = si.impulse_mimetic()(jax.random.key(0), site)  # a site as in `AttentionSite`
     >>> weights.filter_index.shape  # half of the 12 layers, 3 heads
@@ -165,14 +165,14 @@ def impulse_2024(
 ) -> AttentionInit:
     """The impulse initialization of the 2024 paper as published, to reproduce it.
 
-    All options but `taps`, which is for convolutions, are for attention with positions, where the
+    `taps` applies to convolutions. All other options apply to attention with positions, where the
     sin-cos encoding replaces a learned table.
 
     Args:
       kernel_size: Kernel size f, odd. Each head draws one of the f² offsets.
       same_layers: Whether all layers share Q and K, as in the paper's main results. With two pseudo
-        inputs, the first layer has its own. Layers that are not shared draw their own offsets and
-        noise.
+        inputs, the first layer has its own Q and K. Layers that do not share them draw
+        their own offsets and noise.
       first_input: Pseudo input of the first layer (table 6): 'positions', 'uniform', 'gaussian',
         'positions+uniform' or 'positions+gaussian'.
       following_input: Pseudo input of the other layers.
@@ -202,18 +202,18 @@ def impulse_2025(
 ) -> AttentionInit:
     """The impulse initialization of the 2025 paper as published, for learned positions.
 
-    The defaults are those of the paper's program. A summary of the paper has other values, which we
-    know at second hand only: target_scale=40, target_noise=1 and query_key_norm=2.
+    The defaults are those of the paper's program. A summary of the paper gives other values, which
+    we know only second-hand: target_scale=40, target_noise=1 and query_key_norm=2.
 
     Args:
       position_scale: Factor on learned positions, whose standard deviation is 0.02 in the paper's
-        program; fixed ones stay as they are.
+        program; fixed positions are not scaled.
       query_key_norm: Frobenius norm of each head's Q and K.
       target_scale: Logit of the target. Only its ratio to `target_noise` matters.
-      target_noise: Factor on the noise of the other logits.
+      target_noise: Factor on the noise in the other logits.
       replace_positions: Whether a sin-cos encoding replaces learned positions, as in `impulse`; the
-        program keeps them. The closed form needs positions of rank d: a sin-cos encoding has less,
-        and leaves the maps of wide heads nearly uniform.
+        program keeps them. The closed form needs positions of rank d: a sin-cos encoding has a
+        lower rank, which leaves the maps of wide heads nearly uniform.
     """
     return _by_site(impulse_2025, locals(), {AttentionSite: published.impulse_2025})
 
@@ -227,14 +227,14 @@ def mimetic(
 ) -> AttentionInit:
     """Mimetic initialization (Trockman & Kolter 2023): heads attend to similar tokens.
 
-    The factors are those of the 2025 paper's program, whose `mimetica_b_c` has position_scale=a,
+    The factors are those of the 2025 paper's program, whose `mimetica_b_c` sets position_scale=a,
     query_key_scale=b and value_scale=c.
 
     >>> weights = si.mimetic()(jax.random.key(0), site)  # a site as in `AttentionSite`
 
     Args:
       replace_positions: Whether a sin-cos encoding replaces learned positions. Neighbors then have
-        similar positions, to which heads attend. Learned positions start near zero, too small to
+        similar positions, so heads attend to them. Learned positions start too close to zero to
         matter; the 2025 paper's program keeps them.
       position_scale: Factor on learned positions that are kept.
       query_key_scale: Factor on Q and on K.
@@ -282,7 +282,7 @@ SCHEMES: dict[str, Callable[..., AttentionInit]] = {
 def _attention_baselines(
     draw: Callable[..., AttentionWeights],
 ) -> dict[type, Callable[..., AttentionWeights]]:
-    """Functions for the three kinds of attention, whose weights are `draw`'s times factors."""
+    """Returns functions for the three kinds of attention that scale the weights of `draw`."""
     return {
         AttentionSite: partial(absolute.baseline, draw=draw),
         RotarySite: partial(draws.baseline, draw=draw),
@@ -295,10 +295,10 @@ def _by_site(
     options: Mapping[str, Any],
     functions: Mapping[type, Callable[..., Weights]],
 ) -> AttentionInit:
-    """Checks a scheme's options, and returns its `(rng, site) -> weights`.
+    """Checks a scheme's options and returns the scheme, a function `(rng, site) -> weights`.
 
-    This calls the function for the site's type with the options that are among its parameters.
-    The other options are refused unless they have their default values.
+    The scheme calls the function for the site's type with the options that this function accepts.
+    It refuses other options unless they have their default values.
     """
     check_fields(scheme, options)
     parameters = inspect.signature(scheme).parameters
@@ -324,14 +324,14 @@ class _Scheme:
 
     name: str
     changed: Mapping[str, Any]  # the options that do not have their default values
-    functions: Mapping[type, partial[Weights]]  # with the options that each takes, by site
+    functions: Mapping[type, partial[Weights]]  # with the options that each accepts, by site
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.changed.items())
         return f"{self.name}({options})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the name and the options, since jitted functions cannot be."""
+        """Pickles the name and the options, because jitted functions cannot be pickled."""
         return partial(SCHEMES[self.name], **self.changed), ()
 
     def __call__(self, rng: jax.Array, site: Site) -> Weights:
@@ -348,7 +348,7 @@ class _Scheme:
             raise InputError(
                 f"{name}={self.changed[name]!r} does not apply to a {kind.__name__}: leave it out"
             )
-        # TPUs would multiply in bfloat16: too coarse for a solve, and their compiler crashes on it.
+        # TPUs would multiply in bfloat16, which is too coarse for a solve and crashes the compiler.
         with jax.default_matmul_precision("highest"):
             weights = function(rng, site)
         report = getattr(weights, "report", None)

@@ -1,15 +1,15 @@
 """The method for attention over a grid of tokens with positions (`AttentionSite`), as in ViT.
 
-Both papers ask for the query and key weights whose attention to positions alone is a convolution.
+Both papers look for query and key weights whose attention to positions alone is a convolution.
 With the position encoding P [N, D] and X = LayerNorm(P), each head's Q and K [D, d] minimize
 
     mean of (H - M)²,   M = softmax(σ X Q Kᵀ Xᵀ)                        (2024, equation 8)
 
-where the target H [N, N] moves every token's attention by the head's offset. Three facts make this
-cheap. With X = Z Bᵀ, Z [N, r] and B [D, r] orthonormal, M depends only on BᵀQ and BᵀK [r, d], and a
+where the target H [N, N] shifts every token's attention by the head's offset. Three facts make this
+cheap. With X = Z Bᵀ, Z [N, r] and orthonormal B [D, r], M depends only on BᵀQ and BᵀK [r, d], and a
 sin-cos encoding has a rank r of about 20 at any width. There are only F = f² distinct targets, so
-each is solved for once. And a random rotation R of the d channels, Q R and K R, leaves M as it is,
-so that every head of every layer gets weights of its own.
+each is solved for only once. And a random rotation R of the d channels, Q R and K R, leaves M
+unchanged, so every head of every layer gets its own weights.
 """
 
 import functools
@@ -33,9 +33,10 @@ from structinit_jax.attention_init.targets import FilterArray, assign, filter_ma
 
 # Learned positions that are kept are multiplied by this, as in the 2025 paper.
 POSITION_SCALE = 18.0
-# Learned positions start as noise of full rank, and fixed ones may have a high rank too, unlike
-# sin-cos encodings (53 on 64×64 tokens). Their closed form is near the solution already, and larger
-# steps lead away from it; sharp maps, softened afterwards, peak in more rows.
+# Learned positions start as noise of full rank, and fixed ones can have a high rank too, unlike
+# sin-cos encodings (rank 53 on 64×64 tokens). The closed form is then already close to the
+# solution, and larger steps lead away from it; solving for sharp maps and softening them afterwards
+# makes more rows peak on their target.
 MAX_SMOOTH_RANK = 64
 LEARNED_SOLVE = dict(learning_rate=0.005, sharp_mass=0.9, steps=300)
 
@@ -51,7 +52,7 @@ def impulse(
     replace_positions: bool = True,
     half: bool = False,
 ) -> AttentionWeights:
-    """Makes every head attend by its filter; see `attention_init.impulse`.
+    """Makes every head attend as its filter does; see `attention_init.impulse`.
 
     If `half`, this is `attention_init.impulse_mimetic`, with filters in the first half of the
     layers only.
@@ -75,7 +76,7 @@ def impulse(
         solve.start_norm(sizes.head_dim, sizes.qk_scale, sizes.width),
         head_dim=sizes.head_dim,
         qk_scale=sizes.qk_scale,
-        target_mass=float(target_mass),  # jit needs to hash it, which a JAX scalar does not allow
+        target_mass=float(target_mass),  # jit hashes it, and JAX scalars are not hashable
         **options,
     )
     num_impulse = -(-site.num_layers // 2) if half else site.num_layers
@@ -92,21 +93,21 @@ def _draw_weights(
     sizes: AttentionStack,
     num_impulse: int,
 ) -> AttentionWeights:
-    """Draws the weights of all heads from `bank`, BᵀQ and BᵀK of each filter, and `basis`, B.
+    """Draws the weights of all heads from `bank` (BᵀQ and BᵀK of each filter) and `basis` (B).
 
-    Heads of the layers after the first `num_impulse` attend to similar tokens.
+    Heads in layers after the first `num_impulse` attend to similar tokens.
     """
     rotation_rng, filter_rng, vo_rng, similar_rng = jax.random.split(rng, 4)
 
-    # Every head has the factors [r, k] of its filter, times a rotation Rᵀ [k, d] of its own:
-    # Rᵀ R = I keeps the map. Q and K ignore all input outside the row space of X.
+    # Every head has the factors [r, k] of its filter times its own rotation Rᵀ [k, d], which keeps
+    # the map because Rᵀ R = I. Q and K ignore all input outside the row space of X.
     filter_index = assign(filter_rng, (num_impulse, sizes.num_heads), len(bank[0]))
     shape = (*filter_index.shape, sizes.head_dim, bank[0].shape[-1])
     rotations = draws.random_rotations(rotation_rng, shape)
 
     def place(factors):
         rotated = jnp.einsum("Lhrk,Lhdk->Lrhd", factors[filter_index], rotations)
-        # With a basis for each layer, the product needs no transpose afterwards.
+        # With the basis repeated for each layer, the product needs no transpose afterwards.
         bases = jnp.broadcast_to(basis, (num_impulse, *basis.shape))
         return jnp.einsum("LDr,Lrhd->LDhd", bases, rotated)
 

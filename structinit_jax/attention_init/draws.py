@@ -1,8 +1,8 @@
-"""Weights that are drawn, not solved for: of the baselines, and value and projection of `impulse`.
+"""Weights that are drawn, not solved for: the baselines, and value and projection of `impulse`.
 
-`mimetic` is the initialization of Trockman & Kolter (2023) as the papers' programs have it, by
-SVDs; `append_similar_heads` and `value_and_projection` are cheaper forms of the same, for
-`impulse_mimetic` and `impulse`.
+`mimetic` is the initialization of Trockman & Kolter (2023) as in the papers' programs, with SVDs;
+`append_similar_heads` and `value_and_projection` are cheaper versions of it, for `impulse_mimetic`
+and `impulse`.
 """
 
 import functools
@@ -29,7 +29,7 @@ def baseline(
     query_key_scale: float,
     value_scale: float,
 ) -> AttentionWeights:
-    """Draws weights times factors."""
+    """Draws weights and scales them by factors."""
     weights = draw(rng, site.sizes)
     return AttentionWeights(
         query_key_scale * weights.query,
@@ -41,7 +41,7 @@ def baseline(
 
 @functools.partial(jax.jit, static_argnames="sizes")
 def base_weights(rng: PRNGKeyArray, sizes: AttentionStack) -> AttentionWeights:
-    """Draws as timm, truncated normal of std 0.02, or as PyTorch, uniform ±(fan-in)^-1/2."""
+    """Draws like timm (truncated normal, std 0.02) or PyTorch (uniform ±(fan-in)^-1/2)."""
     heads = (sizes.num_heads, sizes.head_dim)
     if sizes.base_init == "pytorch":
         draw = functools.partial(jax.random.uniform, minval=-1.0, maxval=1.0)
@@ -61,7 +61,7 @@ def mimetic_weights(rng: PRNGKeyArray, sizes: AttentionStack) -> AttentionWeight
     """Trockman & Kolter (2023): Q Kᵀ = 0.7 U + 0.7 I per head and V Proj ≈ -0.4 I, by SVD.
 
     The programs of 2024 and 2025 store the factors of V Proj untransposed as PyTorch weights, which
-    makes heads equally strong; so does this function.
+    makes heads equally strong. This function does the same.
     """
     qk_rng, vo_rng = jax.random.split(rng)
     value, out = mimetic_vo(vo_rng, sizes, transposed=True)
@@ -76,14 +76,17 @@ def mimetic_vo(
 ) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
     """Returns V and projection from the factors of A Bᵀ = 0.4 U - 0.4 I over all heads of a layer.
 
-    V = A and Proj = Bᵀ, in which heads are sorted by singular values, the strongest first. If
-    `transposed`, V = Aᵀ and Proj = B, in which heads are equally strong.
+    If not `transposed`, V = A and Proj = Bᵀ, and heads are sorted by singular values, strongest
+    first. If `transposed`, V = Aᵀ and Proj = B, and heads are equally strong.
     """
     layers = sizes.num_layers
     width = sizes.width
     heads = (sizes.num_heads, sizes.head_dim)
     inner = heads[0] * heads[1]
-    needs = f"at most width / head_dim = {width} / {heads[1]}, except for 'default' and 'impulse'"
+    needs = (
+        f"at most width / head_dim = {width} / {heads[1]}, except with the schemes 'default' and "
+        "'impulse'"
+    )
     require("num_heads", heads[0], needs, inner <= width)
     product = near_identity(rng, (layers, width), noise=0.4, identity=-0.4)
     a, b = split_product(product, width)
@@ -98,7 +101,7 @@ def mimetic_vo(
 def split_product(
     product: Float[Array, "*batch D D"], rank: int
 ) -> tuple[Float[Array, "*batch D k"], Float[Array, "*batch D k"]]:
-    """Returns A, B with A Bᵀ closest to the product, singular values split evenly."""
+    """Returns A and B with A Bᵀ closest to the product and the singular values split evenly."""
     u, s, vt = map_matrices(jnp.linalg.svd, product)
     root = jnp.sqrt(s[..., None, :rank])
     return u[..., :rank] * root, jnp.swapaxes(vt, -1, -2)[..., :rank] * root
@@ -115,10 +118,10 @@ def append_similar_heads(
 ) -> tuple[Float[Array, "L D h d"], Float[Array, "L D h d"]]:
     """Appends Q and K of heads that attend to similar tokens, up to the L layers of `sizes`.
 
-    As in `mimetic`, but without its SVD: Q Kᵀ = W Wᵀ A projects A = 0.7 U + 0.7 I onto d
+    Like `mimetic`, but without its SVD: Q Kᵀ = W Wᵀ A projects A = 0.7 U + 0.7 I onto d
     orthonormal columns W close to its leading singular vectors. These columns come from four
     subspace iterations, which keep 93 to 98 % of the energy that the SVD keeps at widths 96 to 768;
-    the SVDs of half of ViT-B take half a minute on a CPU.
+    the SVDs for half of ViT-B's layers take half a minute on a CPU.
     """
     num_similar = sizes.num_layers - len(query)
     if not num_similar:
@@ -134,7 +137,7 @@ def append_similar_heads(
 
     def iterate(_, w):
         w = a @ (jnp.swapaxes(a, -1, -2) @ w)
-        # A QR decomposition of this shape takes a hundred times as long on CPUs as Cholesky's.
+        # On CPUs, a QR decomposition of this shape takes a hundred times as long as a Cholesky one.
         inverse = map_matrices(invert_factor, jnp.swapaxes(w, -1, -2) @ w)
         return w @ jnp.swapaxes(inverse, -1, -2)
 
@@ -169,7 +172,7 @@ def value_and_projection(
     channels = permutations(jax.random.split(channel_rng, layers), width)
     channels = jnp.tile(channels, (1, -(-inner // width)))[:, :inner]
     identity = jax.nn.one_hot(channels, width)  # [L, inner, D], the rows of Πᵀ
-    # 16 random bits are plenty for noise, and take half of the memory of 32.
+    # 16 random bits are enough for noise and take half the memory of 32.
     draw = functools.partial(jax.random.bits, dtype="uint16")
     bits = draw_flat(draw, noise_rng, (2, *identity.shape))
     half_noise = bound * ((bits.astype(jnp.float32) + 0.5) / 2**16 - 0.5)
@@ -197,29 +200,29 @@ def near_identity(
 
 
 def random_rotations(rng: PRNGKeyArray, shape: tuple[int, ...]) -> Float[Array, "*batch m n"]:
-    """Draws matrices with orthonormal columns (m ≥ n), by which heads with equal maps differ."""
+    """Draws matrices with orthonormal columns (m ≥ n), which make heads with equal maps differ."""
     return map_matrices(lambda x: jnp.linalg.qr(x)[0], draw_flat(jax.random.normal, rng, shape))
 
 
 def map_matrices(function: Callable[[Array], Any], matrices: Float[Array, "*batch m n"]) -> Any:
-    """Applies a function, such as a decomposition, to each matrix of a batch, one after another.
+    """Applies a function, such as a decomposition, to the matrices of a batch one at a time.
 
-    On CPUs, batches that several programs or devices decompose at the same time wait for each
-    other's threads, without end or for long.
+    On CPUs, batched decompositions that run at the same time in several programs or on several
+    devices wait for each other's threads, for a long time or forever.
     """
     found = jax.lax.map(function, matrices.reshape(-1, *matrices.shape[-2:]))
     return jax.tree.map(lambda x: x.reshape(*matrices.shape[:-2], *x.shape[1:]), found)
 
 
 def permutations(rngs: Array, size: int) -> Int[Array, "n size"]:
-    """Returns a permutation of 0 … size - 1 for each key (not by vmap, which compiles slower)."""
+    """Returns a permutation of 0 … size - 1 for each key (without vmap, which compiles slower)."""
     return jax.lax.map(lambda rng: jax.random.permutation(rng, size), rngs)
 
 
 def trunc_normal(
     rng: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike = float, *, std: float
 ) -> Array:
-    """Draws as timm's `trunc_normal_(std=std)`, which cuts at ±2, not at ±2 standard deviations."""
+    """Draws like timm's `trunc_normal_(std=std)`, which cuts at ±2, not ±2 standard deviations."""
     return std * jax.random.truncated_normal(rng, -2 / std, 2 / std, shape, dtype)
 
 
@@ -237,6 +240,6 @@ def draw_flat(
 def split_by_stack(rng: PRNGKeyArray, count: int) -> Sequence[PRNGKeyArray] | Array:
     """Returns the key of each stack of a model; a single stack gets `rng` itself.
 
-    Our models and `interop` share it, so that both draw the same weights.
+    Our models and `interop` share this function so that both draw the same weights.
     """
     return [rng] if count == 1 else jax.random.split(rng, count)

@@ -22,10 +22,10 @@ from structinit_jax.attention_init.targets import filter_maps
 
 PseudoInput = Literal["positions", "uniform", "gaussian", "positions+uniform", "positions+gaussian"]
 PSEUDO_INPUT_EPSILON = 1e-5  # PyTorch's default for LayerNorm; the models themselves use 1e-6
-# Algorithm 1 runs Adam with this learning rate, and rescales Q and K every so many steps.
+# Learning rate of Adam in algorithm 1, and number of steps between rescales of Q and K.
 LEARNING_RATE = 1e-4
 RESCALE_EVERY = 100
-# The program of 2025 gives successive heads the offsets in this order.
+# The program of 2025 assigns offsets to successive heads in this order.
 CENTER_FIRST = (4, 1, 5, 3, 7, 0, 2, 6, 8)
 
 
@@ -70,7 +70,7 @@ def impulse_2024(
     query, key, reports = jax.vmap(solve)(
         jax.random.split(solve_rng, num_solved), jnp.stack(inputs), targets[filter_index]
     )
-    # The last solved layer is repeated for all layers that are equal to it.
+    # All remaining layers are copies of the last solved layer.
     layer = np.minimum(np.arange(site.num_layers), num_solved - 1)
     return AttentionWeights(
         query[layer],
@@ -88,7 +88,7 @@ def draw_pseudo_input(
     """Draws one of the pseudo inputs in table 6 of the 2024 paper, before LayerNorm.
 
     'uniform' is noise between -1 and 1; 'gaussian' is truncated normal noise of standard deviation
-    (1/2)^1/2, as large as the sin-cos encoding; a sum adds the noise to the positions.
+    (1/2)^1/2, as large as the sin-cos encoding; names with a '+' add the noise to the positions.
     """
     if name == "positions":
         return positions
@@ -118,11 +118,11 @@ def optimize_2024(
     max_steps: int,
     rescale: bool = True,
 ) -> tuple[Float[Array, "D h d"], Float[Array, "D h d"], SolveReport]:
-    """Returns Q, K and a report for one layer, after `max_steps` of Adam from `start`, (Q, K).
+    """Returns Q, K and a report for one layer after `max_steps` of Adam from `start` = (Q, K).
 
     Before steps 0, 100, 200, …, every column of Q (norm over D) and every row of K (norm over d) is
     rescaled to n, the mean column norm of Q at the start. Hence ‖Q‖ = n d^1/2, but ‖K‖ = n D^1/2.
-    If not `rescale`, nothing bounds the norms, as in the printed algorithm.
+    If `rescale` is false, nothing bounds the norms, as in the printed algorithm.
     """
     x = layer_norm(pseudo_input, PSEUDO_INPUT_EPSILON)
     adam = optax.adam(LEARNING_RATE, eps=1e-8)
@@ -168,13 +168,13 @@ def impulse_2025(
 
     Learned positions are scaled; X is their LayerNorm. The target logits W are `target_scale` where
     the target map is 1, and `target_noise` times truncated normal noise of standard deviation 0.6
-    elsewhere; `factor_logits` gives Q and K. Offsets go to heads in a fixed order, center first. V
-    and projection are mimetic, with heads sorted by singular values, as in the program.
+    elsewhere; `factor_logits` turns W into Q and K. Heads get offsets in a fixed order, center
+    first. V and projection are mimetic, with heads sorted by singular values, as in the program.
     """
     positions, new_positions = start_positions(
         site, replace=replace_positions, scale=position_scale
     )
-    noise_rng, vo_rng, _ = jax.random.split(rng, 3)
+    noise_rng, vo_rng, _ = jax.random.split(rng, 3)  # two keys would change the weights of a seed
     targets = jnp.asarray(filter_maps(site.grid))
     # A single row or column of tokens has three offsets.
     order = np.resize([i for i in CENTER_FIRST if i < len(targets)], site.num_heads)
@@ -215,7 +215,7 @@ def _solve_2025(
         maps = jax.nn.softmax(qk_scale * (x @ query) @ (x @ key).T, axis=-1)
         return query, key, report_on_maps(target[None], maps[None])
 
-    # Heads take turns: the N × N logits of all heads of a large model do not fit into memory.
+    # One head at a time: the N × N logits of all heads of a large model would not fit into memory.
     query, key, reports = jax.lax.map(
         lambda head: solve_head(head[0], targets[head[1]]),
         (jax.random.split(rng, filter_index.size), filter_index.ravel()),
@@ -227,7 +227,10 @@ def _solve_2025(
 def factor_logits(
     x: Float[Array, "N D"], logits: Float[Array, "N N"], head_dim: int
 ) -> tuple[Float[Array, "D d"], Float[Array, "D d"]]:
-    """Returns Q, K of Frobenius norm 1 with Q Kᵀ ∝ X⁺ W X⁺ᵀ, X⁺ over X's top d singular values."""
+    """Returns Q and K of Frobenius norm 1 with Q Kᵀ ∝ X⁺ W X⁺ᵀ.
+
+    X⁺ is the pseudo-inverse of X over its top d singular values.
+    """
     u, s, vt = jnp.linalg.svd(x, full_matrices=False)
     rank = min(head_dim, len(s))
     inverse = u[:, :rank] / s[None, :rank]

@@ -1,10 +1,13 @@
 """Schemes for attention with rotary positions only (`RotarySite`); the impulse is our own.
 
 RoPE rotates each pair of channels of query i and key j by angles θ_i and θ_j. Suppose that, before
-the rotation, all queries of a head equal one vector q and all keys one vector k. With pairs of
-channels as complex numbers, the logits are then σ Re Σ_p conj(q_p) k_p exp(i (θ_jp - θ_ip)): they
-depend only on the positions, and only on the offset if angles are linear in the position. `impulse`
-solves for the coefficients c_p = σ conj(q_p) k_p.
+the rotation, all queries of a head equal one vector q and all keys one vector k. With each pair of
+channels written as a complex number, the logits are then
+
+    σ Re Σ_p conj(q_p) k_p exp(i (θ_jp - θ_ip)).
+
+They depend only on the positions, and only on the offset if angles are linear in the position.
+`impulse` solves for the coefficients c_p = σ conj(q_p) k_p.
 """
 
 import functools
@@ -20,8 +23,8 @@ from structinit_jax.attention_init.sites import GRID, AttentionWeights, RotarySi
 from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps
 from structinit_jax.errors import is_count, require
 
-START_NORM = 3.0  # The root of the sum of |c| at the start; most grids need about this.
-MAX_ROWS = 64  # More rows of a map would pose the same problem at other places.
+START_NORM = 3.0  # Square root of the sum of |c| at the start; most grids need about this value.
+MAX_ROWS = 64  # More rows of a map would only pose the same problem at other places.
 
 
 def rotary_angles(
@@ -29,17 +32,17 @@ def rotary_angles(
 ) -> Float[np.ndarray, "1 1 N p"]:
     """Returns the angles of timm's axial RoPE ViTs, for `RotarySite`.
 
-    The first half of the pairs turns with the column, the second with the row of the grid, both
-    with the frequencies temperature^(-4 i / d), i = 0 … d/4 - 1, in radians per token. The
-    temperature is 100 in `vit_small_patch16_rope_224` and its relatives. Raises `InputError` unless
-    the head dimension d = 2 p is a multiple of 4.
+    The first half of the channel pairs rotates with the column of the grid, the second half with
+    the row, both at the frequencies temperature^(-4 i / d), i = 0 … d/4 - 1, in radians per token.
+    The temperature is 100 in `vit_small_patch16_rope_224` and similar models. Raises `InputError`
+    unless the head dimension d = 2 p is a multiple of 4.
 
     >>> si.rotary_angles(grid=(14, 14), head_dim=64).shape
     (1, 1, 196, 32)
     """
     needs = (
-        "a multiple of 4 for rotary positions, two pairs of channels for rows and columns: change "
-        "the width or the number of heads"
+        "a multiple of 4 for rotary positions, which need as many channel pairs for rows as for "
+        "columns: change the width or the number of heads"
     )
     require("head_dim", head_dim, needs, lambda d: is_count(d) and d % 4 == 0)
     require("grid", grid, *GRID)
@@ -62,13 +65,13 @@ def impulse(
 ) -> AttentionWeights:
     """Impulse initialization through RoPE: constant queries and keys, rotated by the model.
 
-    The bias of the patch embedding gives all tokens a common vector of as many entries +1 as -1.
-    Query and key map it to the vectors q and k of each head; on all other input they act as the
-    model's `base_init`. The coefficients are solved for: maps that are closest to the targets at
-    the lowest norm are also the least disturbed by content. The phases of k are random and
-    independent for each head. In the first layer, tokens without content have the target mass;
-    content takes some of it. If `half`, heads in the second half of the layers attend to similar
-    tokens.
+    The bias of the patch embedding gives all tokens a common vector with as many entries +1 as -1.
+    The query and key weights map this vector to each head's q and k; on all other input they act
+    like the model's `base_init`. The coefficients are solved for because the maps that are closest
+    to the targets at the lowest norm are also the least disturbed by content. The phases of k are
+    random and independent for each head. In the first layer, tokens without content put the target
+    mass on their target; content reduces it. If `half`, heads in the second half of the layers
+    attend to similar tokens.
     """
     targets = filter_maps(site.grid, kernel_size, filters, dilation)
     solve.require_above_uniform(target_mass, targets)
@@ -91,14 +94,14 @@ def impulse(
 
 @functools.partial(jax.jit, static_argnames=("sizes", "pairs"))
 def _draw_weights(rng, coefficients, *, sizes, pairs):
-    """Draws the weights of all layers, the first of which have the coefficients [l, h, 2, p]."""
+    """Draws the weights of all layers; `coefficients` [l, h, 2, p] are those of the first l."""
     sign_rng, phase_rng, qk_rng, vo_rng, similar_rng = jax.random.split(rng, 5)
     drawn = draws.base_weights(qk_rng, sizes)
     num_impulse, heads = coefficients.shape[:2]
-    size = jnp.sqrt(jnp.linalg.norm(coefficients, axis=2) / sizes.qk_scale)  # |q| and |k| by pair
+    size = jnp.sqrt(jnp.linalg.norm(coefficients, axis=2) / sizes.qk_scale)  # |q|, |k| per pair
     phase = 2 * math.pi * jax.random.uniform(phase_rng, size.shape)
     turn = jnp.arctan2(coefficients[:, :, 1], coefficients[:, :, 0])
-    # LayerNorm leaves it as it is.
+    # LayerNorm leaves this vector unchanged.
     common = jax.random.permutation(sign_rng, np.repeat(np.float32([-1, 1]), sizes.width // 2))
 
     def place(phase, kernel):
@@ -106,7 +109,7 @@ def _draw_weights(rng, coefficients, *, sizes, pairs):
         if pairs == "halves":
             parts = jnp.swapaxes(parts, -1, -2)
         vectors = parts.reshape(num_impulse, heads, sizes.head_dim)
-        # What the base initialization makes of the common vector is replaced by the vectors.
+        # Replaces the base initialization's output for the common vector with these vectors.
         change = vectors - jnp.einsum("D,LDhd->Lhd", common, kernel[:num_impulse])
         return kernel[:num_impulse] + jnp.einsum("D,Lhd->LDhd", common / sizes.width, change)
 
@@ -125,8 +128,8 @@ def solve_coefficients(
 ) -> tuple[Float[Array, "B 2 p"], SolveReport]:
     """Returns coefficients c, as real and imaginary parts, whose maps come closest to the targets.
 
-    The maps' cross-entropy is minimized, a convex problem in c, at the sum of |c| that gives the
-    target mass. The start has equal |c|, and peaks at the mean offset of the target.
+    Minimizes the cross-entropy of the maps, a convex problem in c, at the sum of |c| that gives the
+    target mass. At the start, all |c| are equal and the maps peak at the mean offset of the target.
     """
 
     def solve_one(problem):
@@ -137,7 +140,7 @@ def solve_coefficients(
         some = target[rows]
 
         def coefficients(factor, norm):
-            # c = |f| f for the factor f of length `norm`: |c| sums to norm², and the gradient is
+            # c = |f| f for a factor f of length `norm`, so |c| sums to norm², and the gradient is
             # smooth at 0.
             factor = factor * (norm / jnp.linalg.norm(factor))
             return factor * jnp.linalg.norm(factor, axis=0, keepdims=True)
@@ -153,7 +156,7 @@ def solve_coefficients(
             loss = -jnp.sum(some * log_maps) / len(rows)
             return loss, solve.overlap(some[None], jnp.exp(log_maps)[None])[0]
 
-        # The start is the conjugate of the sum of H_ij exp(i (θ_j - θ_i)), at unit size.
+        # The start is the conjugate of the sum of H_ij exp(i (θ_j - θ_i)), scaled to unit size.
         mean_cos = target @ cos
         mean_sin = target @ sin
         start = jnp.stack([cos * mean_cos + sin * mean_sin, sin * mean_cos - cos * mean_sin])
@@ -165,7 +168,7 @@ def solve_coefficients(
             target[None], maps[None], target_mass
         )
 
-    # Filters are solved for one after the other, since together they take more memory.
+    # One filter at a time: solving for all of them at once would take more memory.
     angles = jnp.broadcast_to(angles, (len(targets), *angles.shape[1:]))
     found, reports = jax.lax.map(solve_one, (angles, targets))
     return found, jax.tree.map(jnp.mean, reports)

@@ -1,6 +1,6 @@
 """Sites, which describe a stack of layers to a scheme, and the weights that a scheme returns.
 
-Also the sin-cos position encoding, and what schemes do with the positions of a site.
+Also the sin-cos position encoding, and helpers for the positions of a site.
 """
 
 from __future__ import annotations  # so that signatures show the names of checked types
@@ -35,20 +35,20 @@ Grid = Annotated[tuple[int, int], GRID]
 
 
 class _Site:
-    """Base of the sites, which checks every field by its annotation."""
+    """Base class of sites, which checks every field against its annotation."""
 
     def __post_init__(self):
         check_fields(type(self), vars(self), f"{type(self).__name__}.")
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens N, of all sites with a grid."""
+        """Number of tokens N, for sites with a grid."""
         return self.grid[0] * self.grid[1]
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionStack(_Site):
-    """Base of the sites of attention: a stack of equal layers over a grid of tokens."""
+    """Base class of attention sites: a stack of identical layers over a grid of tokens."""
 
     grid: Grid
     width: PositiveInt
@@ -61,14 +61,14 @@ class AttentionStack(_Site):
 
     @property
     def sizes(self) -> AttentionStack:
-        """The site without its arrays, as a static argument of jit, which must be hashable."""
+        """The site without its arrays, because static arguments of jit must be hashable."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(AttentionStack)}
         return AttentionStack(**values | {"qk_scale": float(self.qk_scale)})  # may be a JAX scalar
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSite(AttentionStack):
-    """Attention whose model adds positions to its tokens, as in ViT.
+    """Attention in a model that adds positions to its tokens, as in ViT.
 
     >>> positions = si.sincos_positions(grid=(8, 8), width=96)
     >>> site = si.AttentionSite((8, 8), width=96, num_heads=3, head_dim=32, num_layers=12,
@@ -82,11 +82,11 @@ class AttentionSite(AttentionStack):
       head_dim: Number of channels d of a head.
       num_layers: Number of layers L.
       qk_scale: Factor σ on query-key products before the softmax, usually d^-1/2.
-      positions: Encoding [N, D] that the model adds to its tokens. Only trainable ones may be
-        traced: `impulse` solves for the values of the others.
+      positions: Encoding [N, D] that the model adds to its tokens. Only trainable positions can be
+        traced; `impulse` needs the values of fixed ones.
       positions_trainable: Whether the model uses `AttentionWeights.positions`.
-      base_init: Initialization of the model's own layers, as `default` draws it: 'timm', truncated
-        normal of standard deviation 0.02, or 'pytorch', uniform between ±(fan-in)^-1/2.
+      base_init: The model's own initialization, which `default` draws: 'timm', truncated normal of
+        standard deviation 0.02, or 'pytorch', uniform between ±(fan-in)^-1/2.
     """
 
     positions: np.ndarray | jax.Array | None = None
@@ -105,9 +105,9 @@ class AttentionSite(AttentionStack):
 class WindowSite(AttentionStack):
     """Attention within windows, as in Swin.
 
-    Instead of positions the model adds a relative position bias to the logits, which a scheme sets
-    with `AttentionWeights.bias`. `grid` is (rows, cols) of a window; the other arguments are those
-    of `AttentionSite`.
+    Instead of positions, the model adds a relative position bias to the logits. Schemes set it with
+    `AttentionWeights.bias`. `grid` is (rows, cols) of a window; the other arguments are those of
+    `AttentionSite`.
 
     >>> site = si.WindowSite((7, 7), width=96, num_heads=3, head_dim=32, num_layers=2,
     ...                      qk_scale=32**-0.5)
@@ -118,7 +118,7 @@ class WindowSite(AttentionStack):
 class RotarySite(AttentionStack):
     """Attention that rotates queries and keys (RoPE), in a model that adds no positions.
 
-    The rotation by the angle θ takes the channels (a, b) of a pair to
+    Rotation by an angle θ maps the channels (a, b) of a pair to
     (a cos θ - b sin θ, b cos θ + a sin θ).
 
     >>> angles = si.rotary_angles(grid=(8, 8), head_dim=32)
@@ -127,7 +127,7 @@ class RotarySite(AttentionStack):
 
     Args:
       angles: Rotation [L, h, N, d / 2] of each pair of channels in radians, with 1 in place of L or
-        h if all layers or heads share it.
+        h if all layers or heads share the angles.
       pairs: Channels that are rotated together: 2 k and 2 k + 1 if 'interleaved', k and k + d / 2
         if 'halves'.
 
@@ -144,8 +144,8 @@ class RotarySite(AttentionStack):
             require(f"RotarySite.{field}", getattr(self, field), "even", lambda d: d % 2 == 0)
         whole = (self.num_layers, self.num_heads, self.num_tokens, self.head_dim // 2)
         needs = (
-            f"finite and of shape [L, h, N, d / 2] = {whole}, with 1 in place of L or h if these "
-            "share it: leave out class and register tokens"
+            f"finite and of shape [L, h, N, d / 2] = {whole}, with 1 in place of L or h if layers "
+            "or heads share the angles: leave out class and register tokens"
         )
 
         def fits(angles):
@@ -159,11 +159,11 @@ class RotarySite(AttentionStack):
 
 @dataclasses.dataclass(frozen=True)
 class TokenMixingSite(_Site):
-    """Stack of equal token-mixing MLPs with exact GELU, as in MLP-Mixer.
+    """Stack of identical token-mixing MLPs with exact GELU, as in MLP-Mixer.
 
     Args:
       grid: Rows and columns of the N tokens, in row-major order.
-      hidden: Number of hidden units of an MLP.
+      hidden: Number of hidden units of each MLP.
       num_layers: Number of layers L.
     """
 
@@ -174,7 +174,7 @@ class TokenMixingSite(_Site):
 
 @dataclasses.dataclass(frozen=True)
 class ConvSite(_Site):
-    """Stack of equal depthwise convolutions, as in ConvMixer.
+    """Stack of identical depthwise convolutions, as in ConvMixer.
 
     Args:
       kernel_size: Height and width f of the kernels, odd or even.
@@ -193,15 +193,15 @@ class ConvSite(_Site):
 class SolveReport(NamedTuple):
     """How close the attention maps are to their targets, as scalars averaged over the filters.
 
-    At an `AttentionSite` of more than 1,024 tokens, `impulse` solves for a part of the rows, and
-    its report is about these.
+    At an `AttentionSite` with more than 1,024 tokens, `impulse` solves for a subset of the rows,
+    and its report covers only these.
 
     Attributes:
       loss: Mean squared difference between target and attention map.
       target_mass: Attention on the target, averaged over the rows that have one (an impulse row
         has none if its neighbor is off the grid). A uniform map has 1 / N on an impulse.
-      wanted_mass: The scheme's option `target_mass`; 0 if a scheme has none.
-      hit_rate: Fraction of those rows whose strongest attention is where the target is strongest.
+      wanted_mass: The scheme's option `target_mass`; 0 if the scheme has no such option.
+      hit_rate: Fraction of the same rows whose attention is strongest where their target is.
     """
 
     loss: Float[Array, ""]
@@ -213,19 +213,19 @@ class SolveReport(NamedTuple):
 class AttentionWeights(NamedTuple):
     """Initial weights of attention layers, laid out as Flax's `MultiHeadAttention` kernels.
 
-    None leaves the model's own initialization. Biases without a field keep theirs, except that
-    `interop` zeroes the biases of the projections that it sets.
+    A field that is None keeps the model's own initialization. So do biases that have no field,
+    except that `interop` zeroes the biases of the projections that it sets.
 
     Attributes:
       out: Kernel of the output projection.
       positions: Values of a trainable position encoding, without class and register tokens.
-      filter_index: Index of each head's filter in `targets`, for the first l ≤ L layers; the others
-        have none.
+      filter_index: Index of each head's filter in `targets`, for the first l ≤ L layers; the other
+        layers have no filters.
       targets: The filters as maps, for analysis.
       bias: Relative position bias of a `WindowSite`, R = (2 rows - 1) (2 cols - 1), in timm's order
         (`targets.relative_index`).
-      position_scale: Factor on the model's own trainable positions, those of class and register
-        tokens included.
+      position_scale: Factor on the model's own trainable positions, including those of class and
+        register tokens.
       patch_bias: Bias of the patch embedding, for a `RotarySite`.
     """
 
@@ -243,7 +243,7 @@ class AttentionWeights(NamedTuple):
 
 
 class TokenMixingWeights(NamedTuple):
-    """Initial weights for a `TokenMixingSite`; None leaves the model's own."""
+    """Initial weights for a `TokenMixingSite`; None keeps the model's own."""
 
     fc1: Float[Array, "L N hidden"] | None = None
     fc2: Float[Array, "L hidden N"] | None = None
@@ -270,12 +270,12 @@ def check_weights(weights: Any, site: Any) -> None:
             expected = ConvWeights
         case AttentionStack():
             expected = AttentionWeights
-        case _:  # a site of the user's own
+        case _:  # a user-defined site
             expected = object
     kind = type(site).__name__
     if not isinstance(weights, expected):
         raise InputError(
-            f"attention_init returned {type(weights).__name__} for {kind}, but needs "
+            f"attention_init returned {type(weights).__name__} for {kind}, but must return "
             f"{expected.__name__}(…)"
         )
     if not isinstance(weights, AttentionWeights):
@@ -285,7 +285,7 @@ def check_weights(weights: Any, site: Any) -> None:
     settable = {"positions": trainable, "position_scale": trainable, "bias": has_table}
     for field, is_settable in settable.items():
         value = getattr(weights, field)
-        needs = f"None, since the model of this {kind} has no trained array that it would set"
+        needs = f"None: the model of this {kind} has no trainable array that it could set"
         require(f"weights.{field}", value, needs, value is None or is_settable)
 
 
@@ -349,7 +349,7 @@ def start_positions(
 ) -> tuple[Float[Array | np.ndarray, "N D"], dict[str, Any]]:
     """Returns the positions that a model starts with, and its `trained_positions`.
 
-    The positions are NumPy's if this process can read them.
+    The positions are a NumPy array if this process can read them.
     """
     new = trained_positions(site, replace=replace, scale=scale)
     positions = new.get("positions", site.positions)
@@ -366,7 +366,7 @@ def start_positions(
 
 
 def is_concrete(array: Any) -> bool:
-    """Whether this process can read an array: neither traced nor spread over processes."""
+    """Whether this process can read an array: it is neither traced nor spread over processes."""
     return not isinstance(array, jax.core.Tracer) and getattr(array, "is_fully_addressable", True)
 
 

@@ -1,7 +1,7 @@
 """Solves for query and key factors whose softmax maps come closest to given targets.
 
-`absolute` explains the factors BᵀQ and BᵀK [r, k], k = min(d, r), that are solved for. `minimize`
-and the comparison of maps with targets serve all kinds of attention.
+The factors are BᵀQ and BᵀK [r, k], k = min(d, r), which `absolute` explains. `minimize` and the
+comparison of maps with targets are used for all kinds of attention.
 """
 
 import functools
@@ -18,20 +18,20 @@ from structinit_jax.attention_init.draws import map_matrices
 from structinit_jax.attention_init.sites import SolveReport
 from structinit_jax.errors import require
 
-# Maps with less mass on their targets than `sharp_mass` are those of that mass with weaker logits:
-# solved for directly, fewer of their rows would peak on the target.
+# For target masses below `sharp_mass`, maps are solved for at `sharp_mass`, and their logits are
+# then weakened: in maps solved for directly, fewer rows would peak on the target.
 SHARP_MASS = 0.2
 # On fewer than 25 tokens, `sharp_mass` is at least this many times uniform attention, up to 0.3.
 SHARP_TOKENS = 5
-SOFTEN_STEPS = 20  # The norm is bisected so often.
+SOFTEN_STEPS = 20  # Number of bisections of the norm.
 # Below this hit rate or fraction of the wanted mass, a warning says that targets are out of reach.
 MIN_HIT_RATE = 0.75
 MIN_MASS = 0.95
-# Directions weaker than this, relative to the strongest, cannot move a map at a reasonable norm.
+# Directions weaker than this, relative to the strongest, cannot change a map at a reasonable norm.
 RANK_TOLERANCE = 1e-4
-# The pseudo-inverse of the start is regularized by this, relative to the strongest direction.
+# Regularization of the pseudo-inverse in `start_factors`, relative to the strongest direction.
 START_REGULARIZATION = 1e-3
-# All rows of a filter pose the same problem at different places, so on a larger grid a subset of so
+# All rows of a map pose the same problem at different places, so on larger grids a subset of this
 # many rows determines the solution.
 MAX_ROWS = 1024
 # Adam needs about as many evaluations of the loss as L-BFGS with a line search, and compiles in a
@@ -41,9 +41,9 @@ LEARNING_RATE = 0.1
 B1 = 0.9
 B2 = 0.95
 EPSILON = 1e-12
-# Every step multiplies the norm by the ratio of the odds p / (1 - p) of the target mass to those of
-# the mass, to this power. With larger ones, the norm grows faster than the directions turn, and
-# narrow heads end with maps that peak on wrong tokens.
+# Every step multiplies the norm by the odds p / (1 - p) of the target mass over the odds of the
+# current mass, to this power. With a larger exponent, the norm grows faster than the directions
+# turn, and narrow heads end up with maps that peak on the wrong tokens.
 ODDS_EXPONENT = 0.1
 # The norm stays within these bounds, relative to the start. If Q and K are scaled up much further,
 # their maps peak on the wrong tokens.
@@ -57,8 +57,8 @@ def row_space(
     x: Float[np.ndarray, "N D"],
 ) -> tuple[Float[np.ndarray, "N r"], Float[np.ndarray, "D r"]]:
     """Splits X into coordinates Z and an orthonormal basis B, X ≈ Z Bᵀ, of numerical rank r."""
-    # The smaller Gram matrix is many times faster than an SVD for a long or wide X. Its rounding
-    # error, in float64, is far below the squared tolerance.
+    # For a long or wide X, decomposing the smaller Gram matrix is many times faster than an SVD.
+    # Its rounding error, in float64, is far below the squared tolerance.
     gram = x.T @ x if x.shape[0] > x.shape[1] else x @ x.T
     squared, vectors = np.linalg.eigh(gram)
     kept = squared > RANK_TOLERANCE**2 * squared[-1]
@@ -70,7 +70,7 @@ def row_space(
 
 @jax.jit
 def learned_row_space(x: Float[Array, "N D"]) -> tuple[Float[Array, "N r"], Float[Array, "D r"]]:
-    """Splits X = Z Bᵀ as `row_space` does, at full rank r = min(N, D); X may be traced."""
+    """Splits X = Z Bᵀ as `row_space` does, at full rank r = min(N, D); X can be traced."""
     u, s, vt = jnp.linalg.svd(x, full_matrices=False)
     return u * s[None], vt.T
 
@@ -80,9 +80,9 @@ def start_factors(
 ) -> tuple[Float[np.ndarray | Array, "F r k"], Float[np.ndarray | Array, "F r k"]]:
     """Returns initial values of Q and K for the solve.
 
-    As the closed form of 2025 (`published.factor_logits`), they factor Z⁺ H Z⁺ᵀ at rank
-    k = min(d, r), with a regularized pseudo-inverse Z⁺. Rows of H are centered, as softmax ignores
-    constants.
+    Like the closed form of 2025 (`published.factor_logits`), they factor Z⁺ H Z⁺ᵀ at rank
+    k = min(d, r), with a regularized pseudo-inverse Z⁺. Rows of H are centered because softmax
+    ignores constants.
     """
     xp = np if isinstance(z, np.ndarray) else jnp
     # The columns of Z are orthogonal, so Z⁺ needs no decomposition.
@@ -97,7 +97,7 @@ def start_factors(
 
 
 def start_norm(head_dim: int, qk_scale: float, width: int) -> float:
-    """Returns the norm at the start of a solve for a target mass, at which σ d norm² D = 128.
+    """Returns the norm at which a solve for a target mass starts, where σ d norm² D = 128.
 
     Logits are proportional to this product. Sharp maps need about 200 on 7×7 tokens and 850 on
     24×24, at any width and number of heads.
@@ -125,13 +125,13 @@ def solve(
     """Minimizes the mean of (H - M)² (2024, equation 8) for each target H; returns BᵀQ and BᵀK.
 
     How sharp the maps are depends on the norm of Q and K, the root mean square of the norms of
-    their d columns. It stays at `norm`, or if there is a `target_mass`, is adjusted to it for each
-    filter from there (`start_norm`). Only directions are optimized, from `start`
-    (`start_factors`); for a target mass below `sharp_mass`, they are those of that mass, and then
-    the norm is lowered.
+    their d columns. Without a `target_mass`, the norm stays at `norm`. With one, it starts there
+    (`start_norm`) and is adjusted to that mass for each filter. Only directions are optimized, from
+    `start` (`start_factors`). For a target mass below `sharp_mass`, directions are optimized at
+    `sharp_mass`, and the norm is then lowered.
     """
-    # In a traced caller these are constants, and XLA would evaluate all that depends on them alone,
-    # such as the row maxima of the targets, at compile time, which is far slower.
+    # In a traced caller these are constants, and XLA would evaluate everything that depends only on
+    # them, such as the row maxima of the targets, at compile time, which is far slower.
     start, z, targets = jax.lax.optimization_barrier((start, z, targets))
     sharp_mass = max(sharp_mass, min(0.3, SHARP_TOKENS / len(z)))
     queries = z
@@ -159,7 +159,7 @@ def solve(
         return loss, overlap(targets, found)
 
     norm = jnp.full(len(targets), norm, jnp.float32)
-    # The factors have unit norm, so that step sizes mean the same at any norm of the weights.
+    # The factors have unit norm, so step sizes mean the same at any norm of the weights.
     factors = tuple(at_norm(factor, jnp.ones_like(norm)) for factor in start)
     solved_mass = None if target_mass is None else np.float32(max(target_mass, sharp_mass))
     factors, norm = minimize(
@@ -179,25 +179,25 @@ def solve(
 
 
 def loss_rows(target: Float[Array, "N N"], most: int) -> Int[Array, " n"]:
-    """Returns the rows of a map that enter its loss, n = min(N, most).
+    """Returns the n = min(N, most) rows of a map that enter its loss.
 
-    They are evenly spaced among those with a target, which are few if the neighbor is far away:
-    rows are then repeated.
+    If N > `most`, they are evenly spaced among the rows with a target. If the neighbor is far away,
+    these rows can be fewer than `most` and are then repeated.
     """
     if len(target) <= most:
         return jnp.arange(len(target))
     has_target = target.max(axis=-1) > 0
-    first = jnp.argsort(~has_target, stable=True)  # those with a target come first
+    first = jnp.argsort(~has_target, stable=True)  # rows with a target come first
     last = has_target.sum(dtype=jnp.float32) - 1
     return first[jnp.round(jnp.linspace(0, last, most)).astype(jnp.int32)]
 
 
 def require_above_uniform(target_mass: float, targets: Float[np.ndarray, "F N N"]) -> None:
-    """Raises `InputError` for a target mass that uniform attention to a target exceeds."""
+    """Raises `InputError` unless `target_mass` exceeds that of uniform attention on each target."""
     rows = (targets.max(axis=-1) > 0).sum(axis=-1)
     uniform = (np.minimum(targets, 1 / targets.shape[-1]).sum(axis=(1, 2)) / rows).max()
     needs = (
-        f"above {uniform:.3g}, that of uniform attention on these targets, which is lower on a "
+        f"above {uniform:.3g}, the mass of uniform attention on these targets, which is lower on a "
         "larger grid and for filters with fewer taps"
     )
     require("target_mass", target_mass, needs, target_mass > uniform)
@@ -214,13 +214,13 @@ def minimize(
 ) -> tuple[Any, Float[Array, "*F"]]:
     """Minimizes a loss with Adam over `factors`, a tree of arrays, and returns factors and norm.
 
-    `loss_and_mass(factors, norm)` normalizes the factors, whose columns should have a norm of about
-    1, so that only their directions matter. With a target mass, the norm rises while the mass is
-    below it and falls while it is above, between 1/16 and 8 times its initial value.
+    `loss_and_mass(factors, norm)` normalizes the factors, so only their directions matter; their
+    columns should have a norm of about 1. With a target mass, the norm rises while the mass is too
+    low and falls while it is too high, between 1/16 and 8 times its initial value.
 
     The learning rate falls linearly to 0. Unlike in `optax.adam`, entries along the last axis of an
-    array share their second moment. With one for each entry, rounding errors grow to full steps
-    where the loss is flat, and the weights of a seed would differ between one device and eight.
+    array share a second moment. With a second moment per entry, rounding errors would grow to full
+    steps where the loss is flat, and a seed's weights would differ between one device and eight.
     """
     bounds = [change * norm for change in NORM_CHANGE]
     count = np.arange(1, steps + 1)
@@ -287,14 +287,14 @@ def reach_warning(report: SolveReport) -> str | None:
     if report.hit_rate < MIN_HIT_RATE:
         return (
             f"only {100 * report.hit_rate:.0f} % of the attention rows peak on their target: use "
-            "heads of more channels, a smaller kernel, for filters of several taps a larger "
-            "target_mass, for impulse_2024 more max_steps, or for impulse_2025 a new model with "
-            "learned positions"
+            "heads with more channels, a smaller kernel, a larger target_mass (for filters with "
+            "several taps), a larger max_steps (impulse_2024), or a new model with learned "
+            "positions (impulse_2025)"
         )
     if report.target_mass < MIN_MASS * report.wanted_mass:
         return (
             f"the targets get {report.target_mass:.3g} of the attention, less than "
-            f"target_mass={report.wanted_mass:.3g}: use a smaller target_mass, heads of more "
+            f"target_mass={report.wanted_mass:.3g}: use a smaller target_mass, heads with more "
             "channels, or a smaller kernel"
         )
     return None

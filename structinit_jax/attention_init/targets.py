@@ -22,10 +22,10 @@ FilterArray = Annotated[
 def filter_kernels(
     grid: tuple[int, int], kernel_size: int, filters: FilterArray | None, dilation: int
 ) -> Float[np.ndarray, "F R C"]:
-    """Returns the distinct kernels of a stack, impulses or `filters`, as `place_kernels` does.
+    """Returns the distinct kernels of a stack, impulses or `filters`, placed by `place_kernels`.
 
-    On a single row or column of tokens, the impulses are those along it. Raises `InputError` for
-    filters of even size, with negative values, or all zero.
+    On a single row or column of tokens, all impulses are along it. Raises `InputError` for filters
+    of even size, with negative values, or all zero.
     """
     if filters is None:
         height, width = (1 if side == 1 else kernel_size for side in grid)
@@ -40,7 +40,7 @@ def filter_kernels(
 
 
 def impulse_kernels(height: int, width: int) -> Float[np.ndarray, "F f g"]:
-    """Returns the kernels that are 1 in one place and 0 elsewhere, row-major by that place."""
+    """Returns kernels that are 1 in one place and 0 elsewhere, in row-major order of that place."""
     count = height * width
     return np.eye(count, dtype=np.float32).reshape(count, height, width)
 
@@ -48,9 +48,9 @@ def impulse_kernels(height: int, width: int) -> Float[np.ndarray, "F f g"]:
 def place_kernels(
     kernels: Float[np.ndarray, "F f g"], grid: tuple[int, int], dilation: int
 ) -> Float[np.ndarray, "F R C"]:
-    """Places taps at the offsets between tokens: R = 2 rows - 1, C = 2 cols - 1, 0 in the center.
+    """Places taps by offset between tokens: R = 2 rows - 1, C = 2 cols - 1, offset 0 in the center.
 
-    Neighboring taps are `dilation` apart. Those that lead off the grid from every token are left
+    Neighboring taps are `dilation` apart. Taps that lead off the grid from every token are left
     out.
     """
     rows, cols = grid
@@ -71,12 +71,14 @@ def filter_maps(
     filters: FilterArray | None = None,
     dilation: int = 1,
 ) -> Float[np.ndarray, "F N N"]:
-    """Returns the target map H of each of `filter_kernels`, see `kernel_maps`.
+    """Returns the target map H of each kernel in `filter_kernels`; see `kernel_maps`.
 
     Raises `InputError` for filters that lead off the grid from every token.
     """
     kernels = filter_kernels(grid, kernel_size, filters, dilation)
-    needs = "larger, or kernel_size or dilation smaller: a filter leads off it from every token"
+    needs = (
+        "larger, or kernel_size or dilation smaller: a filter leads off the grid from every token"
+    )
     require("grid", grid, needs, kernels.any(axis=(1, 2)).all())
     return kernel_maps(kernels, grid)
 
@@ -96,10 +98,10 @@ def kernel_maps(
 
 
 def relative_index(grid: tuple[int, int]) -> Int[np.ndarray, "N N"]:
-    """Returns the row of a relative position bias table for each query i and key j, row-major.
+    """Returns the row of a relative position bias table for each query i and key j.
 
     As in timm, the row is (dy + rows - 1) (2 cols - 1) + dx + cols - 1, where (dy, dx) is the
-    position of the query minus that of the key.
+    position of the query minus that of the key. Tokens are in row-major order.
     """
     rows, cols = grid
     y, x = np.divmod(np.arange(rows * cols), cols)
@@ -111,9 +113,9 @@ def relative_index(grid: tuple[int, int]) -> Int[np.ndarray, "N N"]:
 # -- which head gets which filter ------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))  # `lax.map` would be compiled for every call
+@functools.partial(jax.jit, static_argnums=(1, 2))  # `lax.map` would recompile on every call
 def assign(rng: PRNGKeyArray, shape: tuple[int, int], num_filters: int) -> Int[Array, "L h"]:
-    """Assigns one of F filters to every head; F successive heads get each filter once."""
+    """Assigns one of F filters to every head; each run of F heads gets every filter once."""
     layers, heads = shape
     rngs = jax.random.split(rng, -(-layers * heads // num_filters))
     return permutations(rngs, num_filters).reshape(-1)[: layers * heads].reshape(shape)

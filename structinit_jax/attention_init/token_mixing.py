@@ -1,9 +1,9 @@
 """Schemes for layers that mix tokens without attention: MLPs and depthwise convolutions.
 
 The papers do not cover token-mixing MLPs (`TokenMixingSite`), as in MLP-Mixer; `impulse` and
-`mimetic` for them are our own. Neither is better than the model's own initialization
-(benchmarks/results/search.md), which is the default for a Mixer: all channels share the token
-mixing, and shifts by the same offset at every token do not tell positions apart.
+`mimetic` for them are our own. Neither beats the model's own initialization
+(benchmarks/results/search.md), which is therefore the default for a Mixer. All channels share the
+token mixing, and shifting every token by the same offset does not tell positions apart.
 
 Token mixing computes y = A gelu(B u), biases aside, for the N values u of each channel. Since
 gelu(z) - gelu(-z) = z, B = [B'; -B'] and A = [A', -A'] give y = A' B' u exactly. Every linear map
@@ -11,18 +11,18 @@ M = A' B' of the tokens thus fits into twice as many hidden units as its rank. T
 pair have different gradients, so training makes them nonlinear from the first step. A layer has one
 filter: the block returns x + M norm(x).
 
-With k < N pairs the map is U Uᵀ M, where U [N, k] are the first k principal components of M applied
-to tokens whose correlation falls with distance: the lowest spatial frequencies of the output. On a
-14×14 grid, 128 pairs keep 97 % of the output of shifts of photographs, a truncated SVD of M only
-72 %, since the singular values of a shift are all equal. A random rotation R of the pairs,
-A' = U Rᵀ and B' = R Uᵀ M with Rᵀ R = I, keeps the map and makes layers and hidden units
-independent.
+With k < N pairs, the map is U Uᵀ M, where U [N, k] holds the first k principal components of M
+applied to tokens whose correlation falls with distance: the lowest spatial frequencies of the
+output. On a 14×14 grid, 128 pairs keep 97 % of the output for shifts of photographs; a truncated
+SVD of M keeps only 72 % because the singular values of a shift are all equal. A random rotation R
+of the pairs, A' = U Rᵀ and B' = R Uᵀ M with Rᵀ R = I, keeps the map and makes layers and hidden
+units independent.
 
 The 2024 paper keeps the filters of depthwise convolutions (`ConvSite`), as in ConvMixer, fixed at
-their initial values (section 5.5, table 4). GELU comes between them and BatchNorm, so their scale
-matters: it decides how nonlinear a layer is. The filters of `impulse_2024` have the program's
-scale, a squared norm of 1/f. `impulse` is our own: its impulses have the value 1, and filters of
-your own keep their scale.
+their initial values (section 5.5, table 4). GELU comes between the convolution and BatchNorm, so
+the scale of the filters matters: it determines how nonlinear a layer is. The filters of
+`impulse_2024` have the program's scale, a squared norm of 1/f. The scale in `impulse` is our own:
+impulses have the value 1, and custom filters keep their scale.
 """
 
 import functools
@@ -50,7 +50,7 @@ def mlp_mimetic(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
     noise_rng, rotation_rng = jax.random.split(rng)
     shape = (site.num_layers, site.num_tokens)
     maps = draws.near_identity(noise_rng, shape, noise=0.7, identity=0.7)
-    # The basis of the identity serves all layers, since their maps are close to it.
+    # All layers share the basis of the identity, because their maps are close to the identity.
     basis = output_basis(np.eye(site.num_tokens)[None], site)
     return TokenMixingWeights(*_factor_maps(rotation_rng, maps, jnp.asarray(basis), site.hidden))
 
@@ -76,10 +76,10 @@ def mlp_impulse(
 def output_basis(
     maps: Float[np.ndarray, "F N N"], site: TokenMixingSite
 ) -> Float[np.ndarray, "F N k"]:
-    """Returns an orthonormal U for each map M, such that the hidden units have room for U Uᵀ M.
+    """Returns an orthonormal U for each map M so that U Uᵀ M fits into the hidden units.
 
     Its columns are the first k = min(N, hidden // 2) principal components of M u over tokens u
-    whose correlation is `CORRELATION` to the power of their distance in rows plus in columns.
+    whose correlation is `CORRELATION` to the power of their distance, rows plus columns.
     """
     count = min(site.num_tokens, site.hidden // 2)
     if count == site.num_tokens:
@@ -120,12 +120,14 @@ def conv_impulse(rng: PRNGKeyArray, site: ConvSite, *, filters: FilterArray | No
     """Gives each channel an impulse at one of the f² places of the kernel, or one of `filters`."""
     size = site.kernel_size
     bank = impulse_kernels(size, size) if filters is None else np.asarray(filters, np.float32)
+    needs = f"of shape [F, {size}, {size}] for this ConvSite"
+    require("filters", filters, needs, bank.shape[1:] == (size, size))
     filter_index = assign(rng, (site.num_layers, site.width), len(bank))
     return ConvWeights(jnp.moveaxis(jnp.asarray(bank)[filter_index], 1, -1))
 
 
 def conv_impulse_2024(rng: PRNGKeyArray, site: ConvSite, *, taps: int) -> ConvWeights:
-    """Draws the filters of the 2024 program: `taps` equal entries at random places, by channel."""
+    """Draws the filters of the 2024 program: `taps` equal entries at random places per channel."""
     size = site.kernel_size
     require("taps", taps, f"at most {size**2} for this ConvSite", lambda n: n <= size**2)
     filter_rng, _ = jax.random.split(rng)  # `rng` itself would change the filters of a seed

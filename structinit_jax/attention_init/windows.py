@@ -1,8 +1,8 @@
 """Schemes for attention within windows (`WindowSite`), as in Swin; the impulse is our own.
 
-The logits of windowed attention are content plus a bias by relative position. While the content is
-near zero, the softmax of the bias alone is the map, in every window: no positions, no solve.
-`mimetic` and `default` leave the bias to the model.
+The logits of windowed attention are content plus a relative position bias. While the content is
+near zero, the map in every window is the softmax of the bias alone: no positions and no solve are
+needed. `mimetic` and `default` leave the bias to the model.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from structinit_jax.attention_init.sites import AttentionWeights, WindowSite
 from structinit_jax.attention_init.targets import FilterArray, assign, filter_kernels, kernel_maps
 from structinit_jax.errors import require
 
-BISECTIONS = 50  # They suffice for the precision of float64.
+BISECTIONS = 50  # Enough for the precision of float64.
 
 
 def impulse(
@@ -34,15 +34,16 @@ def impulse(
 
     Query and key are drawn as in timm; after a LayerNorm, the content logits then have a standard
     deviation of about 0.02² D. With a target mass of 0.5, the blocks of Swin-T average 0.48 to
-    0.50. Rows with the whole kernel inside the window have exactly the target mass; an impulse
-    without its neighbor leaves the row uniform. The mask of a shifted block leaves fewer tokens in
-    a row, so the target gets more of the attention. In a window so small that uniform attention has
-    the target mass already, the bias is zero. Kernels that lead off the window from every token go
-    to no head, since stages of a Swin may have smaller windows than the first.
+    0.50. Rows with the whole kernel inside the window have exactly the target mass; the row of an
+    impulse whose neighbor is outside the window is uniform. The mask of a shifted block leaves
+    fewer tokens in a row, so the target gets more of the attention. If a window is so small that
+    uniform attention already has the target mass, the bias is zero. Kernels that lead off the
+    window from every token are not assigned to any head: later stages of a Swin can have smaller
+    windows than the first.
     """
     kernels = filter_kernels(site.grid, kernel_size, filters, dilation)
     kernels = kernels[kernels.any(axis=(1, 2))]
-    needs = f"smaller than the window of {site.grid} tokens: all lead off it from every token"
+    needs = f"smaller than the window of {site.grid} tokens: all lead outside it from every token"
     require("filters", filters, needs, len(kernels) > 0)
     table = bias_of_kernels(kernels, site.grid, target_mass)
     weights = _draw_weights(rng, table, sizes=site.sizes)
@@ -65,11 +66,11 @@ def bias_of_kernels(
 ) -> Float[np.ndarray, "F R"]:
     """Returns biases whose softmax mixes the kernel with a uniform map to give the target mass.
 
-    For n tokens, kernel values w of sum 1 and a mixture of m kernel and 1 - m uniform, attention at
-    an offset is m w + (1 - m) / n, which is a bias of ln(1 + n w m / (1 - m)). The mixture m is
-    chosen so that the overlap with the kernel, the sum of min(w, m w + (1 - m) / n), is the target
-    mass p, or 0 if uniform attention has more. For an impulse the bias is ln((n - 1) p / (1 - p))
-    at the offset. Kernels must be nonnegative.
+    For n tokens, kernel values w that sum to 1, and a mixture of m kernel and 1 - m uniform,
+    attention at an offset is m w + (1 - m) / n, which is a bias of ln(1 + n w m / (1 - m)). The
+    mixture m is chosen so that the overlap with the kernel, the sum of min(w, m w + (1 - m) / n),
+    is the target mass p; m is 0 if uniform attention already has more. For an impulse, the bias is
+    ln((n - 1) p / (1 - p)) at the offset. Kernels must be nonnegative.
     """
     offsets = kernels.astype(np.float64)
     weights = (offsets / offsets.sum(axis=(1, 2), keepdims=True)).reshape(len(kernels), -1)
@@ -83,4 +84,4 @@ def bias_of_kernels(
         low = np.where(enough, low, middle)
         high = np.where(enough, middle, high)
     bias = np.log1p(n * weights * low / (1 - low))
-    return bias[:, ::-1].astype(np.float32)  # the table runs over query minus key
+    return bias[:, ::-1].astype(np.float32)  # the table is indexed by query minus key

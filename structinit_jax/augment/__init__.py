@@ -21,6 +21,7 @@ from structinit_jax.augment import mix, rand_augment, transforms
 from structinit_jax.errors import Check, NonNegativeFloat, NonNegativeInt, Probability
 
 # Each operation has its own random stream, so disabling one does not change the others' draws.
+# Other numbers would change the draws of a seed.
 CROP = 0
 FLIP = 1
 RAND_AUGMENT = 2
@@ -46,18 +47,18 @@ class AugmentConfig:
     """Fields of `config.augment`. By default images are only normalized."""
 
     # 'pad' pads by 4 pixels, then crops to the image's size. 'resized' resizes a random box to
-    # image_size; the loader does it when it decodes (`data.images.RandomCrop`), not `make_augment`.
+    # image_size; the loader does this when decoding (`data.images.RandomCrop`), not `make_augment`.
     crop: Literal["none", "pad", "resized"] = "none"
-    crop_scale: Shares = (0.08, 1.0)  # range of the box's share of the area, for crop='resized'
-    flip: Probability = 0.0  # of a horizontal flip
-    # A string of timm with any of m, mstd, n and inc, 'rand-m9-mstd0.5-inc1'; empty disables it.
+    crop_scale: Shares = (0.08, 1.0)  # range of the box's share of the image, for crop='resized'
+    flip: Probability = 0.0  # probability of a horizontal flip
+    # A timm policy with any of m, mstd, n and inc, such as 'rand-m9-mstd0.5-inc1'; empty disables.
     rand_augment: PolicyText = ""
-    erasing: Probability = 0.0  # of random erasing, with noise
-    # Alphas; 0 disables. If both are enabled, a group uses either with equal probability.
+    erasing: Probability = 0.0  # probability of random erasing, with noise
+    # Alphas; 0 disables. If both are enabled, a group uses one of them with equal probability.
     mixup: NonNegativeFloat = 0.0
     cutmix: NonNegativeFloat = 0.0
     # Consecutive images that share one lambda; 0 is the whole batch, and 1 is timm's mode 'elem'.
-    # By default, timm and DeiT share it within the batch of each process.
+    # By default, timm and DeiT share lambda within each process's batch.
     mix_group: NonNegativeInt = 0
 
 
@@ -74,17 +75,17 @@ def make_augment(
 
     The order of operations is that of timm's train script with its prefetcher: crop, flip,
     RandAugment, mixing, rounding, normalization, erasing. With a Threefry key, which is JAX's
-    default, the random numbers for an image depend only on `rng` and on its index in the batch, so
-    the result does not depend on the number of devices. The function returns normalized images and
-    targets in float32. `config.mix_group` must divide the batch size.
+    default, the random numbers for an image depend only on `rng` and the image's index in the
+    batch, so the result does not depend on the number of devices. The function returns normalized
+    images and targets in float32. `config.mix_group` must divide the batch size.
 
     Args:
       config: The section `config.augment`, with the fields of `AugmentConfig`.
       num_classes: Number of classes.
-      mean: Mean of each channel, of pixels scaled to [0, 1].
-      std: Standard deviation of each channel, likewise.
+      mean: Mean of each channel, for pixels scaled to [0, 1].
+      std: Standard deviation of each channel, for pixels scaled to [0, 1].
       label_smoothing: Share of each target that is spread evenly over all classes.
-      mesh: Devices over which the batch is sharded, along all axes. None for a single device.
+      mesh: Device mesh; the batch is sharded over all of its axes. None for a single device.
     """
 
     def change_pixels(rng, index, images):
@@ -147,6 +148,6 @@ def _shard(function, mesh):
 def normalize(
     images: Real[Array, "B H W C"], mean: tuple[float, ...], std: tuple[float, ...]
 ) -> Float[Array, "B H W C"]:
-    """Converts pixels from 0 to 255 to `(pixel / 255 - mean) / std`, per channel."""
+    """Converts pixels in [0, 255] to `(pixel / 255 - mean) / std`, per channel."""
     mean, std = (jnp.asarray(x, jnp.float32)[None, None, None, :] for x in (mean, std))
     return (images.astype(jnp.float32) / 255 - mean) / std

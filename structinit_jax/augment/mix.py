@@ -47,11 +47,11 @@ def mix(
     cutmix: float = 0.0,
     group: int = 0,
 ) -> tuple[Float[Array, "B H W C"], Float[Array, "B classes"]]:
-    """Mixes each image and its target with a partner's.
+    """Mixes each image and its target with those of a partner.
 
     Consecutive images form groups that share one λ and one box. If mixup and cutmix are both
-    enabled, a group uses either with equal probability. Within a group, the first image is mixed
-    with the last, the second with the last but one, and so on.
+    enabled, a group uses one of them with equal probability. Within a group, the first image is
+    mixed with the last, the second with the second-to-last, and so on.
 
     Args:
       rng: A random key for the whole batch.
@@ -60,7 +60,7 @@ def mix(
       mixup: α of mixup's λ ~ Beta(α, α); 0 disables mixup.
       cutmix: α of cutmix's λ; 0 disables cutmix.
       group: Number of images per group, a divisor of B; 0 is the whole batch. With 1, each image
-        has its own λ and box, and partners are found as in a group of the whole batch.
+        has its own λ and box, and partners are chosen as if the whole batch were one group.
     """
     B, H, W, _ = images.shape
     size = group or B
@@ -72,7 +72,7 @@ def mix(
     lam, use_cutmix, box = jax.tree.map(lambda x: jnp.repeat(x, size), jax.vmap(draw)(rngs))
 
     def mix_images(image, partner, lam, use_cutmix, box):
-        # Only now, so that devices exchange single bytes.
+        # Converted only here, so that devices exchange single bytes.
         image = image.astype(jnp.float32)
         partner = partner.astype(jnp.float32)
         inside = box_mask(box, H, W)[..., None]
@@ -97,7 +97,7 @@ def draw_mixing(
 
     `mixup` and `cutmix` are the α of each, and `switch` is the probability of cutmix.
     """
-    # A split in three would change the draws of every resumed run.
+    # Splitting into three keys would change the draws of every resumed run.
     _, switch_rng, lam_rng, box_rng = jax.random.split(rng, 4)
     use_cutmix = jax.random.bernoulli(switch_rng, switch)
     uniform = jax.random.uniform(lam_rng)
@@ -109,7 +109,7 @@ def draw_mixing(
 
 
 def _cutmix_box(rng, lam, height, width) -> Box:
-    """Draws a box that covers 1 - λ of an image around a uniform pixel; clips it to the image.
+    """Draws a box that covers 1 - λ of an image, around a random pixel; clips it to the image.
 
     As in timm, sides are rounded down to even numbers of pixels.
     """
@@ -127,8 +127,8 @@ def _cutmix_box(rng, lam, height, width) -> Box:
 def beta_quantile(probability: Float[Array, ""], alpha: float) -> Float[Array, ""]:
     """Returns a quantile of Beta(α, α), interpolated from a table.
 
-    Unlike `jax.random.beta`, this needs no rejection loop, on each iteration of which the devices
-    that share a batch would communicate.
+    Unlike `jax.random.beta`, this needs no rejection loop, in which the devices that share a batch
+    would communicate on every iteration.
     """
     table = jnp.asarray(_beta_quantiles(alpha))
     position = probability * (NUM_QUANTILES - 1)
@@ -165,7 +165,7 @@ def random_erasing(
 
 
 def _erasing_box(rng, height, width) -> Box:
-    """Draws a box of uniform area and log-uniform aspect ratio at a uniform place.
+    """Draws a box of uniform area and log-uniform aspect ratio at a uniform position.
 
     The box is empty if none of 10 attempts is smaller than the image in both directions.
     """

@@ -66,10 +66,10 @@ _PATTERN = re.compile(r"rand(-(m|mstd)\d+\.?\d*|-n\d+|-inc[01])*")
 
 
 def parse(text: str) -> Policy | None:
-    """Parses a policy string of timm, such as 'rand-m9-mstd0.5-inc1'.
+    """Parses a timm policy string, such as 'rand-m9-mstd0.5-inc1'.
 
-    Returns None if it is malformed or not supported: timm's keys 'p', 'mmax' and 't', and an 'mstd'
-    above 100, which means uniform magnitudes in timm.
+    Returns None if the string is malformed or contains something unsupported: timm's keys 'p',
+    'mmax' and 't', or an 'mstd' above 100, which means uniform magnitudes in timm.
     """
     if not _PATTERN.fullmatch(text):
         return None
@@ -114,7 +114,7 @@ def operation_arguments(
     These are degrees, numbers of bits, thresholds, added pixel values, enhancement factors, shears,
     and translations as fractions of the image size. `negative` negates rotations, shears and
     translations and, in the increasing set, reduces color, contrast, brightness and sharpness. In
-    timm's other set, Posterize and Solarize are weaker at higher magnitudes, and enhancement
+    timm's default set, Posterize and Solarize are weaker at higher magnitudes, and enhancement
     factors are 1 at magnitude 5.
     """
     level = magnitude / MAX_MAGNITUDE
@@ -149,9 +149,10 @@ def operation_arguments(
 def apply_operations(
     images: UInt8[Array, "B H W C"], drawn: DrawnOperations, fill: tuple[int, ...]
 ) -> UInt8[Array, "B H W C"]:
-    """Applies the `n` operations drawn for each image, of one or three channels, in sequence.
+    """Applies the `n` operations drawn for each image in sequence.
 
-    The fields of `drawn` are [B, n]. Outside the image, warps show `fill`, one value per channel.
+    Images have one or three channels, and the fields of `drawn` have shape [B, n]. Warps fill the
+    area outside the image with `fill`, one value per channel.
     """
 
     def apply(images, drawn):
@@ -223,13 +224,13 @@ def apply_where(
     """Applies a function to the images selected by a mask; leaves the others unchanged.
 
     The selected images are gathered into chunks of a sixteenth of the batch, and a loop runs over
-    as many chunks as they fill. Split a batch that is sharded over devices by `jax.shard_map`
-    first, since the number of selected images differs between devices. `function` maps
+    as many chunks as they fill. If the batch is sharded over devices, call this within
+    `jax.shard_map`, because the number of selected images differs between devices. `function` maps
     `(image, *arguments)` of a single example to an image of the same shape.
     """
     B = len(images)
     size = -(-B // CHUNKS)
-    # B pads the indices to full chunks. It is out of bounds: reads clip it, writes drop it.
+    # Indices are padded to full chunks with B. It is out of bounds: reads clip it, writes drop it.
     selected = jnp.nonzero(mask, size=CHUNKS * size, fill_value=B)[0]
 
     def update_chunk(chunk, images):

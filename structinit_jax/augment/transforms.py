@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Key, UInt8
 
 VALUES = np.arange(256, dtype=np.int32)
-"""All pixel values, the identity as a lookup table."""
+"""All pixel values, which are also the identity lookup table."""
 
 
 # -- crops, flips and warps ------------------------------------------------------------------------
@@ -39,7 +39,7 @@ def affine_warp(
     Follows Pillow: pixel centers are at half integers, neighbors outside the image repeat its
     edge, the bicubic kernel has a = -1, and values are truncated to integers. Pillow computes in
     double precision, so results close to an integer may differ by 1. Where `(x, y)` maps to a point
-    outside the image, the output is `fill`, one value per channel. At most four channels.
+    outside the image, the output is `fill`, one value per channel. Supports up to 4 channels.
     """
     C, H, W = image.shape
     a, b, c, d, e, f = matrix
@@ -80,8 +80,8 @@ def rotation_matrix(degrees: Float[Array, ""], height: int, width: int) -> Float
     return jnp.stack([cos, sin, x - (cos * x + sin * y), -sin, cos, y - (cos * y - sin * x)])
 
 
-# Both interpolations are written as a value plus differences: equal neighbors give that very value,
-# whereas weights that sum to slightly less than 1 would darken plain areas by 1.
+# Both interpolations are written as a value plus differences: equal neighbors give exactly that
+# value, whereas weights that sum to slightly less than 1 would darken plain areas by 1.
 
 
 def _linear(a, b, fraction):
@@ -143,8 +143,8 @@ def blend(plain: ArrayLike, values: ArrayLike, factor: Float[Array, ""]) -> Int[
     and larger factors extrapolate.
     """
     difference = (values - plain).astype(jnp.float32)
-    # Pillow rounds the product before the sum. A fused multiply-add could end one lower, and
-    # compilers do not fuse through a select.
+    # Pillow rounds the product before the sum. A fused multiply-add could give a result that is
+    # lower by 1, but compilers do not fuse through a select.
     product = jnp.where(difference == 0, 0.0, factor * difference)
     return jnp.clip(plain.astype(jnp.float32) + product, 0, 255).astype(jnp.int32)
 
@@ -161,7 +161,7 @@ def luminance(image: UInt8[Array, "C H W"]) -> Int[Array, "1 H W"]:
 def adjust_saturation(
     image: UInt8[Array, "C H W"], factor: Float[Array, ""]
 ) -> UInt8[Array, "C H W"]:
-    """Blends with the luminance, as `Color` of Pillow and timm; a single channel is unchanged."""
+    """Blends with the luminance, like `Color` in Pillow and timm; a single channel is unchanged."""
     if len(image) == 1:
         return image
     return blend(luminance(image), image.astype(jnp.int32), factor).astype(jnp.uint8)

@@ -1,23 +1,23 @@
-r"""Compares initializations, and any other fields, over several seeds.
+r"""Compares initializations, or any other config fields, over several seeds.
 
     python -m structinit_jax.compare --config=configs/vit_fashion_mnist.py --workdir=/tmp/compare \
         --schemes=default,mimetic,impulse --seeds=3
 
 Trains every setting with the seeds config.seed, config.seed + 1, …, prints a line for each run and
-each evaluation, and writes results.csv, report.md and curves.png to the workdir. Any
-field can be an axis: --grid=model.num_heads=3,6. The first scheme of a command is the baseline of
-its settings, or the first setting if all have the same scheme.
+each evaluation, and writes results.csv, report.md and curves.png to the workdir. Any field can be
+an axis: --grid=model.num_heads=3,6. The first scheme of a command is the baseline of its settings;
+if all have the same scheme, the first setting is the baseline.
 
-The same command resumes after Ctrl-C and retries failed runs; with more schemes, values or seeds it
-trains only what is missing. Started a second time while it runs, for example with another device
-(CUDA_VISIBLE_DEVICES) or core (taskset), it trains settings that the first has not begun. Each run
-is a workdir of its own, SETTING/seed_K, for all other commands.
+Run the same command again to resume after Ctrl-C or to retry failed runs; with more schemes, values
+or seeds, it trains only what is missing. To train on another device (CUDA_VISIBLE_DEVICES) or core
+(taskset) too, start the command again while it runs: the second process trains settings that the
+first has not begun. Each run has its own workdir, SETTING/seed_K, which all other commands accept.
 
-To train a table of the papers, and put the published accuracies next to ours:
+To train a table of the papers and show the published accuracies next to ours:
 
     python -m structinit_jax.compare --table=2024.2 --rows=cifar10 --workdir=/tmp/table2 --seeds=1
 
-configs/papers.csv has the rows of all tables with their configs and published figures:
+configs/papers.csv lists the rows of all tables with their configs and published numbers:
 
     2024.1        ViT-T with learned and sin-cos positions, class token and pooling, on CIFAR-10
     2024.2        initializations of ViT-T on CIFAR-10, CIFAR-100, SVHN and ImageNet-1K
@@ -34,9 +34,9 @@ configs/papers.csv has the rows of all tables with their configs and published f
     2025.5        ViT-B on ImageNet-1K in three configurations, whose curves are in figure 5
     2025.figure3  training curves of ViT-T on CIFAR-10 and ViT-B on ImageNet-1K
 
-One GPU suffices for the small data sets; ImageNet-1K needs eight or more. The report has the notes
-of configs/papers.csv, such as where published figures disagree. The difference to a baseline is
-reported once its row is trained too. --config.FIELD=VALUE applies to all rows.
+One GPU suffices for the small data sets; ImageNet-1K needs eight or more. The report includes the
+notes of configs/papers.csv, such as where published numbers disagree. The difference from a
+baseline is reported once its row is trained too. --config.FIELD=VALUE applies to all rows.
 """
 
 import sys
@@ -51,14 +51,14 @@ from structinit_jax.errors import InputError
 
 
 def define_flags() -> None:
-    """Defines the flags of this command alone."""
+    """Defines the flags specific to this command."""
     flags.DEFINE_list("schemes", [], "Initializations to compare.")
-    text = "Seeds of each setting: by default 3, and 1 with --table."
+    text = "Number of seeds per setting: by default 3, or 1 with --table."
     flags.DEFINE_integer("seeds", None, text, lower_bound=1)
     text = "A field and its values, such as model.num_heads=3,6. May be repeated."
     flags.DEFINE_multi_string("grid", [], text)
     flags.DEFINE_string("table", None, "A table of the papers, such as 2024.2, in place of a grid.")
-    flags.DEFINE_list("rows", [], "Only the rows of the table whose name has all these words.")
+    flags.DEFINE_list("rows", [], "Only table rows whose names contain all these words.")
 
 
 def main(overrides: command_line.Overrides) -> None:
@@ -68,7 +68,10 @@ def main(overrides: command_line.Overrides) -> None:
     of_grid = {"config"} <= given <= {"config", "schemes", "grid"}
     of_table = {"table"} <= given <= {"table", "rows"}
     if not (of_grid or of_table):
-        raise InputError("pass either --config (--schemes, --grid) or --table (--rows)")
+        raise InputError(
+            "pass either --config (and optionally --schemes, --grid) or --table (and optionally "
+            "--rows)"
+        )
     rows = {}
     if of_table:
         rows = settings_lib.read_table(FLAGS.table, FLAGS.rows)
@@ -81,7 +84,10 @@ def main(overrides: command_line.Overrides) -> None:
     num_seeds = FLAGS.seeds or (1 if of_table else 3)
     failed = grid.run_grid(settings, range(first, first + num_seeds), workdir, rows)
     if failed:
-        sys.exit(f"{failed} runs failed: see the report; the same command tries them again")
+        total = len(settings) * num_seeds
+        sys.exit(
+            f"{failed} of {total} runs failed: see the report; run the same command again to retry"
+        )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from structinit_jax.training.step import make_train_step
 from structinit_jax.training.train import PREEMPTED_EXIT_CODE, train
 
 LOG = "log.txt"
-# Fields that change the results by rounding at most; data have digests of their contents.
+# Fields that change results by rounding at most; data are compared by digests, not by folder.
 HARMLESS = (
     "checkpoint_every_steps",
     "keep_checkpoints",
@@ -46,21 +46,21 @@ def run_grid(
     """Trains all runs that are not done and writes the report; returns how many of them failed.
 
     Args:
-      settings: Config of each setting, by name. Their seeds are replaced.
+      settings: Config of each setting, by name. Its seed is replaced.
       seeds: Seeds of every setting.
-      workdir: Output directory. Each run has a workdir of its own, `SETTING/seed_K`.
-      rows: The row of each setting in a table of the papers: the 'baseline' that it is compared
-        with, trained or not, and the 'published' accuracy and the 'note' that the report shows. By
-        default, settings are compared as `find_baselines` says.
+      workdir: Output directory. Each run has its own workdir, `SETTING/seed_K`.
+      rows: Row of each setting in a table of the papers: its 'baseline', trained or not, and the
+        'published' accuracy and 'note' that the report shows. By default, `find_baselines` chooses
+        the baselines.
 
     Raises:
-      InputError: A setting cannot be trained, or the workdir holds a comparison that disagrees, or
+      InputError: A setting cannot be trained, or the workdir holds a conflicting comparison or
         runs that its `compare.json` does not list.
       StoppedError: A signal stopped the runs, or the disk is full.
     """
-    command_line.use_compilation_cache()  # through which runs share programs
+    command_line.use_compilation_cache()  # so that runs share compiled programs
     workdir = workdir_lib.prepare_workdir(workdir)
-    needs = "a directory of its own, not that of a run"
+    needs = "the directory of a comparison, not that of a run"
     require("workdir", str(workdir), needs, not (workdir / "config.json").exists())
     rows = rows or {
         name: {"baseline": baseline, "published": "", "note": ""}
@@ -108,7 +108,7 @@ def describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
 
 
 def _merge(workdir, new, settings):
-    """Merges settings and seeds into those of earlier commands, which must agree with them."""
+    """Merges settings and seeds with those of earlier commands; the two must agree."""
     info: dict[str, Any] = {"settings": {}, "machine": ""}
     if (workdir / workdir_lib.COMPARISON).exists():
         info = files.read_json(workdir / workdir_lib.COMPARISON)
@@ -116,14 +116,14 @@ def _merge(workdir, new, settings):
     for name, facts in new.items():
         earlier = old.values()
         if name in old:
-            earlier = [old[name]]  # others may read folders of the same name at other places
+            earlier = [old[name]]  # other settings may read different data of the same name
             place = f"the setting {name} in {workdir}"
             workdir_lib.check_config(old[name]["config"], settings[name], _matters, place)
             facts["seeds"] = sorted({*old[name]["seeds"], *facts["seeds"]})
         elif (workdir / name).exists():
             raise InputError(
                 f"{workdir / name} holds runs that {workdir_lib.COMPARISON} does not list: move "
-                "the folder away, or use another --workdir"
+                "the folder elsewhere, or use another --workdir"
             )
         for data, new_digest in facts["data"].items():
             digests = [each["data"][data] for each in earlier if data in each["data"]]
@@ -136,7 +136,7 @@ def _merge(workdir, new, settings):
 
 
 def _matters(field: str) -> bool:
-    """Whether the results of a setting depend on a field, the seed aside."""
+    """Whether the results of a setting depend on a field other than the seed."""
     return field != "seed" and field not in HARMLESS
 
 
@@ -165,13 +165,13 @@ def _train_all(workdir, info, settings, seeds) -> int:
             try:
                 locked.enter_context(workdir_lib.lock_workdir(workdir / name))
             except InputError:
-                print(f"{name}: another process trains this setting", flush=True)
+                print(f"{name}: another process is training this setting", flush=True)
                 continue
             for number, seed in enumerate(seeds, start=done * len(seeds) + 1):
                 run = report.SeedRun(workdir, name, seed, facts)
                 label = f"[{number}/{total}] {name} seed {seed}:"
                 if run.status == "done":
-                    print(label, f"done before, {run.result}", flush=True)
+                    print(label, f"already done, {run.result}", flush=True)
                     continue
                 _train(config, run, label, stop)
                 run = report.SeedRun(workdir, name, seed, facts)
@@ -186,7 +186,7 @@ def _train_all(workdir, info, settings, seeds) -> int:
 
 
 def _train(config, run, label, stop):
-    """Trains a run, with its output in `log.txt`, and records the error if it fails."""
+    """Trains a run, writes its output to `log.txt`, and records the error if it fails."""
     print(label, "started", flush=True)
     run.folder.mkdir(exist_ok=True)
     config = config.copy_and_resolve_references()
@@ -205,7 +205,7 @@ def _train(config, run, label, stop):
         try:
             train(config.lock(), run.folder, stop_request=stop, on_evaluation=show_evaluation)
             error_file.unlink()
-        except Exception as error:  # of your own schemes and data sets too
+        except Exception as error:  # including those of your own schemes and data sets
             if isinstance(error, StoppedError) and error.exit_code == PREEMPTED_EXIT_CODE:
                 raise
             traceback.print_exc(file=log)

@@ -1,9 +1,9 @@
-"""The runs of a comparison, as its workdir records them, and the report on them.
+"""Reads the runs of a comparison from its workdir and writes the report.
 
-`compare.json` has the 'machine', and as 'settings' by name what `grid.describe_setting` returns,
-with the 'seeds', the 'baseline', the 'published' accuracy and the 'note'. Each run is a workdir of
-its own, `SETTING/seed_K`. The report, which is results.csv, report.md and curves.png, needs only
-these files, so it can be repeated.
+`compare.json` holds the 'machine' and the 'settings'. The entry of a setting is what
+`grid.describe_setting` returns, with 'seeds', 'baseline', 'published' accuracy and 'note'. Each run
+has its own workdir, `SETTING/seed_K`. The report (results.csv, report.md and curves.png) needs only
+these files, so it can be written again at any time.
 """
 
 import math
@@ -21,7 +21,7 @@ from structinit_jax.training.figures import csv_text, png
 from structinit_jax.training.metrics import read_metrics
 from structinit_jax.training.workdir import COMPARISON
 
-# File of a run that is not done: empty until the run has failed, then why, in one line.
+# File of a run that is not done: empty, or the reason in one line if the run has failed.
 ERROR = "error.txt"
 CURVES = "curves.png"
 LINES = ("-", "--", ":", "-.")  # a style for each pass through the colors
@@ -32,13 +32,13 @@ LINES = ("-", "--", ":", "-.")  # a style for each pass through the colors
 class SeedRun:
     """One seed of one setting, as far as it has been trained.
 
-    `facts` is the entry of its setting in `compare.json`.
+    `facts` is the setting's entry in `compare.json`.
 
     Attributes:
       folder: Workdir of the run.
-      split: The split on which it is evaluated.
-      curve: The test accuracy by step, from 0 to 1, up to the last step of the comparison:
-        `structinit_jax.main` may have trained the run longer.
+      split: Split on which the run is evaluated.
+      curve: Test accuracy, from 0 to 1, by step, up to the last step of the comparison:
+        `structinit_jax.main` may have trained the run for longer.
       error: Why the run failed, in one line.
       status: 'done', 'failed' or 'unfinished'. A run is done if it has the accuracy of the last
         step, and was not killed before the checkpoint of that step.
@@ -72,7 +72,7 @@ class SeedRun:
         """How the run ended, in one line."""
         if self.status == "done":
             return f"{self.split} accuracy {self.accuracy:.2%}"
-        return f"failed: {self.error or 'its metrics.jsonl has no result: delete its folder'}"
+        return f"failed: {self.error or 'metrics.jsonl has no result: delete the run folder'}"
 
     def epoch(self, step: int) -> float:
         """Converts a step to epochs."""
@@ -93,7 +93,7 @@ def read_comparison(workdir: Path) -> tuple[dict[str, Any], Runs]:
 
 
 def _metric(runs: Runs) -> str:
-    """Returns the name of the accuracy, after the split of the first setting."""
+    """Returns the label for accuracies, which names the split of the first setting."""
     first, *_ = runs.values()
     return f"{first[0].split} accuracy, %"
 
@@ -110,11 +110,11 @@ def markdown(info: Mapping[str, Any], runs: Runs) -> str:
     """Returns the report in Markdown."""
     every = [run for group in runs.values() for run in group]
     interval = (
-        "The difference to the baseline is paired by seed, with Student's 95 % interval, which "
+        "The difference from the baseline is paired by seed, with Student's 95 % interval, which "
         "covers the variation between seeds, not between data sets."
     )
     if len({run.seed for run in every}) == 1:
-        interval = "With one seed there is no interval: a difference may be chance."
+        interval = "With one seed there is no interval: a difference may be due to chance."
     parts = [
         "# Comparison",
         _table(_summary(info, runs)),
@@ -126,7 +126,7 @@ def markdown(info: Mapping[str, Any], runs: Runs) -> str:
     failures = [[run.setting, str(run.seed), run.error] for run in every if run.status == "failed"]
     if failures:
         parts += ["## Failed runs", _table([["setting", "seed", "error"], *failures])]
-    parts += ["## Machine and versions", info["machine"], "Every run: results.csv."]
+    parts += ["## Machine and versions", info["machine"], "results.csv lists every run."]
     return "\n\n".join(parts) + "\n"
 
 
@@ -139,7 +139,7 @@ def _summary(info, runs) -> list[list[str]]:
     """Returns a header, and a row for each setting."""
     published = {name: facts["published"] for name, facts in info["settings"].items()}
     baselines = {name: facts.get("baseline") for name, facts in info["settings"].items()}
-    rows = [["setting", "seeds", _metric(runs), "difference to the baseline (95 %)"]]
+    rows = [["setting", "seeds", _metric(runs), "difference from the baseline (95 %)"]]
     for setting, group in runs.items():
         percent = [100 * accuracy for accuracy in _accuracies(group).values()]
         text = f"{np.mean(percent):.2f}" if percent else "–"
@@ -154,12 +154,12 @@ def _summary(info, runs) -> list[list[str]]:
 
 
 def _difference(baselines, runs, setting) -> str:
-    """Formats the difference to the baseline in percentage points, '+1.20 [+0.40, +2.00]'."""
+    """Formats the difference from the baseline in percentage points, '+1.20 [+0.40, +2.00]'."""
     baseline = baselines[setting]
     if baseline == setting:
         return "baseline"
     own = _accuracies(runs[setting])
-    other = _accuracies(runs.get(baseline, ()))  # there may be none, or it may not be trained
+    other = _accuracies(runs.get(baseline, ()))  # the baseline may be None or not trained
     differences = [100 * (own[seed] - other[seed]) for seed in own if seed in other]
     pairs = len(differences)
     if not pairs:
@@ -171,11 +171,11 @@ def _difference(baselines, runs, setting) -> str:
         half = half_interval(differences)
         text = f"{mean:+.2f} [{mean - half:+.2f}, {mean + half:+.2f}]"
     text += f" ({pairs} common seeds)" if 1 < pairs < len(runs[setting]) else ""
-    return f"{text} to {baseline}" if len({*baselines.values()}) > 1 else text
+    return f"{text} vs. {baseline}" if len({*baselines.values()}) > 1 else text
 
 
 def half_interval(values: Sequence[float]) -> float:
-    """Returns half of Student's 95 % interval of the mean of two or more normal values."""
+    """Returns half of Student's 95 % interval for the mean of two or more normal values."""
     n = len(values)
     return float(special.stdtrit(n - 1, 0.975) * np.std(values, ddof=1) / math.sqrt(n))
 
@@ -221,7 +221,7 @@ def draw_curves(runs: Runs) -> Figure:
         done = [run for run in group if run.status == "done"]
         if not done:
             continue
-        # `structinit_jax.main` may have evaluated some of them at other steps, too.
+        # `structinit_jax.main` may have evaluated some runs at other steps, too.
         steps = sorted(set.intersection(*(set(run.curve) for run in done)))
         curves = 100 * np.array([[run.curve[step] for step in steps] for run in done])
         epochs = [done[0].epoch(step) for step in steps]

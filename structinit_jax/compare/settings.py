@@ -13,7 +13,7 @@ from structinit_jax import config as config_lib
 from structinit_jax.errors import InputError, require, suggest
 from structinit_jax.files import read_file
 
-PAPERS = Path("configs/papers.csv")  # of a checkout, like the configs that it names
+PAPERS = Path("configs/papers.csv")  # in a checkout, like the configs that it names
 
 
 def expand(
@@ -21,8 +21,8 @@ def expand(
 ) -> dict[str, ConfigDict]:
     """Returns the config of each setting by its name, such as 'impulse,model.num_heads=6'.
 
-    `schemes` are values of `config.attention_init.name`, set by `config.set_scheme`. `axes` holds
-    the values of further fields, by field, as text from the command line. An axis for an option of
+    `schemes` are values of `config.attention_init.name`, set by `config.set_scheme`. `axes` maps
+    further fields to their values, as text from the command line. An axis for an option of
     `attention_init` applies to the schemes that take the option; the others ignore it.
 
     Raises `InputError` if a scheme, a field or a value does not exist.
@@ -35,7 +35,7 @@ def expand(
     if varied and (config.start_from or "start_from" in axes):
         raise InputError("config.start_from replaces config.attention_init: pass a single scheme")
     known = set().union(*options.values())
-    require("--grid", list(axes), "other fields than seed: use --seeds=N", "seed" not in axes)
+    require("--grid", list(axes), "fields other than seed: use --seeds=N", "seed" not in axes)
     settings = {}
     for scheme in schemes:
         others = known - options[scheme]
@@ -46,7 +46,7 @@ def expand(
             point = start.copy_and_resolve_references()
             for field, text in zip(own, texts, strict=True):
                 config_lib.set_field(point, field, text)
-            # The name has the parsed values, so that 1e-3 and 0.001 give the same one.
+            # The name uses the parsed values, so 1e-3 and 0.001 give the same name.
             parts = [scheme, *(f"{field}={attrgetter(field)(point)}" for field in own)]
             name = ",".join(re.sub(r"[^\w.=+-]", "_", part.replace(" ", "")) for part in parts)
             same = settings.setdefault(name, point.lock())
@@ -56,7 +56,7 @@ def expand(
 
 
 def parse_axes(flags: Iterable[str]) -> dict[str, list[str]]:
-    """Parses values of --grid, such as 'model.num_heads=3,6', into values by field.
+    """Parses --grid flags, such as 'model.num_heads=3,6', into a list of values for each field.
 
     Commas in brackets do not separate values.
     """
@@ -71,8 +71,9 @@ def parse_axes(flags: Iterable[str]) -> dict[str, list[str]]:
 def find_baselines(settings: Mapping[str, ConfigDict]) -> dict[str, str | None]:
     """Returns the baseline of each setting, by name; None if there is none.
 
-    It has the scheme of the first setting, and the same values of all fields but those of
-    `attention_init`. If all settings have the same scheme, it is the first setting.
+    The baseline of a setting has the scheme of the first setting, and the setting's own values for
+    all fields except `attention_init`. If all settings have the same scheme, the first setting is
+    the baseline of all.
     """
     fields = {name: config.to_dict() for name, config in settings.items()}
     schemes = {name: values.pop("attention_init")["name"] for name, values in fields.items()}
@@ -88,9 +89,9 @@ def find_baselines(settings: Mapping[str, ConfigDict]) -> dict[str, str | None]:
 
 
 def read_table(table: str, words: Iterable[str] = ()) -> dict[str, dict[str, str]]:
-    """Returns the rows of a table of `configs/papers.csv` by name, each a dict by column.
+    """Returns the rows of a table in `configs/papers.csv` by name, each as a dict by column.
 
-    Only those whose name has all the words. Raises `InputError` if there are none.
+    Keeps only rows whose name has all the words. Raises `InputError` if there are none.
     """
     words = list(words)
     every = list(csv.DictReader(read_file(PAPERS).decode().splitlines()))
@@ -102,16 +103,16 @@ def read_table(table: str, words: Iterable[str] = ()) -> dict[str, dict[str, str
     for word in words:
         require("--rows", word, f"in table {table}: {suggest(word, known)}", word in known)
     found = {name: row for name, row in rows.items() if {*words} <= {*name.split(",")}}
-    require("--rows", ",".join(words), f"words of one row of table {table}", found)
+    require("--rows", ",".join(words), f"words from a single row of table {table}", found)
     return found
 
 
 def configs_of(
     rows: Mapping[str, Mapping[str, str]], overrides: config_lib.Overrides
 ) -> dict[str, ConfigDict]:
-    """Returns the configs of rows by name.
+    """Returns the config of each row, by name.
 
-    The overrides are fields of all configs, with values as on the command line, and are set last.
+    `overrides` are fields with values as on the command line, set last and in every config.
     """
     settings = {}
     for name, row in rows.items():

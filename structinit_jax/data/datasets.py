@@ -1,4 +1,4 @@
-"""Opens data sets by name: prepared ones of TFDS, without TensorFlow, and those of this package.
+"""Opens data sets by name: this package's own, and prepared TFDS data sets without TensorFlow.
 
 To use your own data set, write a function `my_dataset(data_dir) -> Dataset` that returns
 `Dataset.from_records(...)`, and name it in the config: `data.name="my_module:my_dataset"`.
@@ -18,11 +18,11 @@ from structinit_jax.data.small import open_digits, open_fashion_mnist
 from structinit_jax.data.source import Dataset, DatasetInfo, Folder
 from structinit_jax.errors import InputError, find, is_reference, require, suggest
 
-with epy.lazy_imports():  # takes a quarter of a second
+with epy.lazy_imports():  # the import takes a quarter of a second
     import tensorflow_datasets as tfds
 
-# Known data sets: a dry run needs no data. Splits without labels are left out: 'unlabelled' of
-# stl10, 'test' of imagenet2012.
+# Known data sets, so that a dry run needs no data. Splits without labels are left out: stl10's
+# 'unlabelled' and imagenet2012's 'test'.
 CATALOG: dict[str, DatasetInfo] = {
     "digits": DatasetInfo(10, 1, {"train": 1_438, "test": 359}),
     "fashion_mnist": DatasetInfo(10, 1, {"train": 60_000, "test": 10_000}),
@@ -44,17 +44,17 @@ def open_dataset(name: str, data_dir: Folder = None, channels: int | None = None
     """Opens a data set.
 
     Args:
-      name: 'digits', 'fashion_mnist', 'folder', a TFDS name or `module:function` (a data set of
-        your own).
-      data_dir: TFDS's folder for its data sets (None: `$TFDS_DATA_DIR` or
-        `~/tensorflow_datasets`), the image folder, the folder of fashion_mnist's files, or the
+      name: 'digits', 'fashion_mnist', 'folder', a TFDS name or `module:function` (your own
+        data set).
+      data_dir: Depending on `name`, TFDS's data directory (None: `$TFDS_DATA_DIR` or
+        `~/tensorflow_datasets`), the image folder, the folder with fashion_mnist's files, or the
         argument of the function. `~` is expanded.
       channels: 1 converts the images to gray and 3 to color; None leaves them as they are.
 
     Raises:
       InputError: The name is unknown, or the data set cannot be read.
     """
-    # Shells leave `~` alone in `--flag=~/folder`.
+    # Shells do not expand `~` in `--flag=~/folder`.
     data_dir = data_dir and os.path.expanduser(data_dir)
     if name in OPENERS or is_reference(name):
         dataset = find(name, OPENERS, "name")(data_dir)
@@ -83,7 +83,7 @@ def _open_tfds(name, data_dir):
             f"  python -m structinit_jax.prepare --name={name} --data_dir={builder.data_dir_root}"
         )
     with _errors_of_tfds(name, data_dir):
-        builder = tfds.builder_from_directory(path)  # knows formats that were added later
+        builder = tfds.builder_from_directory(path)  # also finds formats added later
         features = builder.info.features
         image = features["image"]
         class_names = features["label"].names
@@ -94,7 +94,7 @@ def _open_tfds(name, data_dir):
             f"  tfds convert_format --dataset_version_dir={path} --out_file_format=array_record"
         )
     sizes = {split: info.num_examples for split, info in builder.info.splits.items()}
-    # Images are not decoded by TFDS, which cannot read CMYK.
+    # TFDS does not decode the images, because it cannot read CMYK.
     decoders = {
         key: tfds.decode.SkipDecoding()
         for key, feature in features.items()
@@ -102,7 +102,7 @@ def _open_tfds(name, data_dir):
     }
     channels = 1 if image.shape[2] == 1 else 3
     info = DatasetInfo(len(class_names), channels, sizes)
-    # array_record keeps a file open for each shard, of which ImageNet has 1,088.
+    # array_record keeps one file open per shard; ImageNet has 1,088 shards.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 10_000)), hard))
     open_split = functools.partial(builder.as_data_source, decoders=decoders)
@@ -111,10 +111,11 @@ def _open_tfds(name, data_dir):
 
 @contextlib.contextmanager
 def _errors_of_tfds(name: str, data_dir: Folder) -> Iterator[None]:
-    """Raises `InputError` for errors of TFDS, which reads the files of a data set in the context.
+    """Turns TFDS errors in the context into `InputError`, and limits what TFDS imports.
 
-    The files may come from somebody else. TFDS imports the modules of the classes that their
-    `features.json` names; in the context it takes only its own, and those that are imported.
+    The files of a data set may come from a third party, and TFDS imports the module of every class
+    that `features.json` names. In the context, it accepts only its own classes and those already
+    imported.
     """
     connector = tfds.features.FeatureConnector
     find_class = connector.__dict__["cls_from_name"]
@@ -131,7 +132,7 @@ def _errors_of_tfds(name: str, data_dir: Folder) -> Iterator[None]:
         stock = tfds.list_builders(with_community_datasets=False)
         hint = suggest(name.lower(), {*OPENERS, *stock})
         raise InputError(f"TFDS has no data set {name!r}: {hint}") from error
-    except Exception as error:  # a malformed name, a damaged file, other features than a class
+    except Exception as error:  # a malformed name, a damaged file, unexpected features
         raise InputError(
             f"TFDS cannot open data set {name!r} in data_dir={str(data_dir or '')!r}:"
             f" {type(error).__name__}: {error}"

@@ -14,8 +14,8 @@ SUFFIXES = (
     *(".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"),
 )
 LAYOUT = (
-    "With data_dir=DIR, expected DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg, or DIR/CLASS/*.jpg,"
-    " of which train_split='train[:90%]' and eval_split='train[90%:]' take parts."
+    "With data_dir=DIR, expected DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg, or DIR/CLASS/*.jpg"
+    " split with, for example, train_split='train[:90%]' and eval_split='train[90%:]'."
 )
 
 
@@ -35,7 +35,7 @@ class FileRecords:
 
     @property
     def names(self) -> list[bytes]:
-        """Path of each file below `root`."""
+        """Path of each file, relative to `root`."""
         return [self._name(path) for path, _ in self._files]
 
     def _name(self, path):
@@ -43,21 +43,21 @@ class FileRecords:
 
 
 def title(name: str, root: Folder) -> str:
-    """Returns the name of a data set in messages and titles: for 'folder', that of the folder."""
+    """Returns a data set's name for messages and titles; for 'folder', the name of the folder."""
     return os.path.basename(os.path.abspath(root or "")) if name == "folder" else name
 
 
 def open_folder(root: Folder) -> Dataset:
-    """Opens an image folder `root/{train,val,test}/class/**/*.jpg`, as torchvision's ImageFolder.
+    """Opens an image folder `root/{train,val,test}/class/**/*.jpg`, like torchvision's ImageFolder.
 
-    One of the three splits suffices; the first has all classes. They are numbered in the order of
-    their sorted names. Without these splits, the images `root/class/*.jpg` are the split `train`.
-    Files are ordered by a checksum of their path below the split, so `train[:10%]` holds a mix of
-    classes, the same on every machine.
+    One of the three splits is enough; the first one present must have all classes, which are
+    numbered in sorted order. Without these splits, the images `root/class/*.jpg` are the split
+    `train`. Files are ordered by a checksum of their path below the split, so `train[:10%]` holds
+    the same mix of classes on every machine.
 
     Raises:
-      InputError: There is no such folder, or no image in it. A split raises it when it is opened: a
-        class of `train` is empty, or a class is not in the first split.
+      InputError: The folder does not exist or contains no images. Opening a split also raises it if
+        a class of `train` is empty or a class is missing from the first split.
     """
 
     def problem(what):
@@ -65,27 +65,27 @@ def open_folder(root: Folder) -> Dataset:
 
     folder = Path(root or "")
     if not root or not folder.is_dir():
-        raise problem(f"there is no such folder (from {Path.cwd()})")
+        raise problem(f"there is no such folder (working directory: {Path.cwd()})")
     left_out = Counter()
     folders = {split: folder / split for split in SPLITS if (folder / split).is_dir()}
     deep = bool(folders)
     folders = folders or {"train": folder}
     try:
         found = {split: _find_classes(path, left_out, deep) for split, path in folders.items()}
-    except OSError as error:  # no permission, or a link to a folder that holds it
+    except OSError as error:  # no permission, or a cycle of links
         raise problem(f"{error.filename} cannot be read ({error.strerror})") from error
     first = next(iter(found))
     if not found[first] or not any(any(classes.values()) for classes in found.values()):
-        raise problem("it holds no class folder with images")
+        raise problem("it has no class folders with images")
 
     def open_split(split):
-        # Checked here, so that a split that is not used may have other classes.
+        # Checked here, so that an unused split can have other classes.
         if extra := [name for name in found[split] if name not in found[first]]:
             raise problem(f"{split} has classes that {first} does not have: {extra[:5]}")
         empty = [name for name, paths in found[split].items() if not paths]
         if empty and split == "train":
             path = (folders[split] / empty[0]).relative_to(folder)
-            raise problem(f"the class {path} holds no image ({', '.join(SUFFIXES)})")
+            raise problem(f"the class {path} has no images ({', '.join(SUFFIXES)})")
         labels = {name: label for label, name in enumerate(found[first])}
         files = [(path, labels[name]) for name, paths in found[split].items() for path in paths]
         return FileRecords(files, folders[split])
@@ -96,7 +96,7 @@ def open_folder(root: Folder) -> Dataset:
 
 
 def _find_classes(folder, left_out, deep):
-    """Returns the paths of the images of each class; if `deep`, also those in its subfolders."""
+    """Returns the image paths of each class; if `deep`, also those in its subfolders."""
     entries, images = _list(folder, left_out)
     left_out["images outside of class folders"] += len(images)
     return {entry.name: _find_images(entry.path, left_out, deep) for entry in entries}
@@ -111,9 +111,9 @@ def _find_images(folder, left_out, deep):
 
 
 def _list(folder, left_out):
-    """Returns the subfolders and the images in a folder, in order, and counts other files.
+    """Returns the sorted subfolders and images of a folder, and counts other files.
 
-    Hidden entries are left out, such as .ipynb_checkpoints and @eaDir.
+    Hidden entries such as .ipynb_checkpoints and @eaDir are left out.
     """
     folders = []
     images = []

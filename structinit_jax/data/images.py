@@ -1,10 +1,9 @@
-"""Decodes stored images, and crops and resizes them.
+"""Decodes, crops and resizes stored images.
 
-Evaluation takes the center of an image (`CenterCrop`), training may take random boxes
-(`RandomCrop`).
+Evaluation uses the center of an image (`CenterCrop`); training can use random boxes (`RandomCrop`).
 
-JPEGs are decoded by libjpeg-turbo (simplejpeg), which returns Pillow's pixels in half the time and
-can decode at a fraction of the size. Pillow decodes every other format, and CMYK JPEGs.
+JPEGs are decoded by libjpeg-turbo (simplejpeg), which returns the same pixels as Pillow in half the
+time and can decode at a fraction of the size. Pillow decodes all other formats and CMYK JPEGs.
 """
 
 import dataclasses
@@ -29,21 +28,21 @@ except ImportError:  # there is no wheel for this platform, for example ARM Linu
     simd = None
 
 PIL_MODES = {1: "L", 3: "RGB"}  # by the number of channels
-JPEG_MODES = {"Gray": "GRAY", "YCbCr": "RGB", "RGB": "RGB"}  # by the color space; CMYK is Pillow's
+JPEG_MODES = {"Gray": "GRAY", "YCbCr": "RGB", "RGB": "RGB"}  # by color space; Pillow decodes CMYK
 START_OF_SCAN = 0xDA  # marker of a JPEG
-TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
+TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that swap height and width
 
 RATIO = (3 / 4, 4 / 3)  # smallest and largest width / height of random boxes, as in timm
 ATTEMPTS = 10  # as in torchvision
 
 
 class BadImageError(InputError):
-    """An image is missing or cannot be decoded; `problem` names it and says what is wrong."""
+    """An image is missing or cannot be decoded; `problem` names the image and the reason."""
 
     def __init__(self, problem: str):
         super().__init__(
-            f"{problem}. Replace it with an intact image; a new run leaves such images out with"
-            " --config.data.on_bad_image=skip."
+            f"{problem}. Replace it with an intact image, or start a new run with"
+            " --config.data.on_bad_image=skip to leave such images out."
         )
         self.problem = problem
 
@@ -52,7 +51,7 @@ class BadImageError(InputError):
 
 
 class JpegHeader(NamedTuple):
-    """What is known of a JPEG before it is decoded."""
+    """What is known about a JPEG before it is decoded."""
 
     height: int  # as stored, before applying the orientation
     width: int
@@ -63,20 +62,20 @@ class JpegHeader(NamedTuple):
 class StoredImage:
     """An image that is read and decoded on demand, to 1 or 3 channels.
 
-    `stored` is the path of a file, its content in bytes or an array [n], or pixels: uint8 [h, w] or
-    [h, w, 1 or 3]. Error messages call the image `name`.
+    `stored` is a file path, the content of a file (bytes or an array [n]), or pixels: uint8 [h, w]
+    or [h, w, 1 or 3]. Error messages call the image `name`.
 
     - Gray, palette, CMYK and YCCK images are converted to RGB, or to gray for one channel, as
       Pillow converts them.
-    - 16-bit values of PNG and TIFF keep their upper 8 bits. Those of PGM, which Pillow reads as
-      32-bit values, and floating-point images are refused, because their range is unknown.
+    - 16-bit PNG and TIFF images keep their upper 8 bits. 16-bit PGM images, which Pillow reads as
+      32-bit values, and floating-point images are rejected because their range is unknown.
     - Transparency is dropped, as in timm and torchvision.
     - The EXIF orientation is applied. (timm and torchvision ignore it.)
     - Only the first picture of an animation or a multi-page file is read.
-    - Truncated files are refused. Damage in a JPEG that Pillow tolerates is ignored.
+    - Truncated files are rejected. JPEG damage that Pillow tolerates is ignored.
 
-    What needs the file or its pixels raises `BadImageError` if the image is missing, truncated,
-    damaged or not supported.
+    Anything that needs the file or its pixels raises `BadImageError` if the image is missing,
+    truncated, damaged or not supported.
     """
 
     def __init__(self, stored: Any, channels: int, name: str):
@@ -92,7 +91,7 @@ class StoredImage:
     def size(self) -> tuple[int, int]:
         """Height and width in pixels, after applying the orientation.
 
-        Formats other than JPEG are decoded for this.
+        Images in formats other than JPEG have to be decoded first.
         """
         if self._jpeg is None:
             return self._pixels.shape[:2]
@@ -108,8 +107,8 @@ class StoredImage:
     def decode_scaled(self, reduction: float) -> tuple[np.ndarray, float]:
         """Returns the pixels, uint8 [h, w, C], and their scale.
 
-        The scale of a JPEG is 1, 1/2, 3/8, 1/4 or 1/8, but at least `1 / reduction`. Other images
-        have the scale 1.
+        A JPEG is decoded at the smallest of the scales 1, 1/2, 3/8, 1/4, 1/8 that is at least
+        `1 / reduction`. Other images have scale 1.
         """
         if self._jpeg is None:
             return self._pixels, 1.0
@@ -123,14 +122,14 @@ class StoredImage:
                 min_width=math.ceil(width * eighths / 8),
             )
         except ValueError:
-            # simplejpeg stops at the first warning. Pillow goes on, but refuses a truncated file.
+            # simplejpeg stops at the first warning. Pillow continues, but rejects truncated files.
             return self._pixels, 1.0
         if pixels.shape[-1] != self._channels:
             pixels = _from_pillow(_to_pillow(pixels), self._channels)
         return _turn(pixels, orientation), eighths / 8
 
     def num_bytes(self) -> int:
-        """Returns the size as stored; opens no file."""
+        """Returns the stored size in bytes, without opening a file."""
         if isinstance(self._stored, str | os.PathLike):
             try:
                 return os.stat(self._stored).st_size
@@ -161,7 +160,7 @@ class StoredImage:
             return None
         try:
             height, width, space, _ = simplejpeg.decode_jpeg_header(self._data)
-        except ValueError:  # another format, or damage of which Pillow says what it is
+        except ValueError:  # another format, or damage that Pillow describes
             return None
         if space not in JPEG_MODES:
             return None
@@ -174,43 +173,43 @@ class StoredImage:
         data = self._data
         try:
             return _decode_with_pillow(data, self._channels)
-        except Exception as error:  # each format's decoder has errors of its own
-            # The text of this one contains a memory address.
+        except Exception as error:  # each format's decoder raises its own errors
+            # The text of UnidentifiedImageError contains a memory address.
             reason = "unknown format" if isinstance(error, UnidentifiedImageError) else error
             raise BadImageError(f"{self.name}: cannot be decoded ({reason})") from error
 
 
 def _decode_with_pillow(data, channels):
     image = _to_pillow(data) if isinstance(data, np.ndarray) else Image.open(io.BytesIO(data))
-    image.load()  # Pillow turns a TIFF here and removes its orientation.
+    image.load()  # Pillow rotates a TIFF here and removes its orientation tag.
     orientation = _orientation(image.getexif)
-    if image.mode.startswith("I;16"):  # Pillow itself clips at 255
+    if image.mode.startswith("I;16"):  # Pillow's own conversion clips at 255
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.mode in ("I", "F"):
         raise ValueError(f"pixels of mode {image.mode} have no known range: convert to 8 bits")
     if "transparency" in image.info:
-        image = image.convert("RGBA")  # Pillow warns when it drops a palette's
+        image = image.convert("RGBA")  # Pillow warns when it drops a palette's transparency
     return _turn(_from_pillow(image, channels), orientation)
 
 
 def _to_pillow(pixels):
-    """Converts pixels, uint8 [h, w] or [h, w, 1 or 3], to an image of Pillow."""
+    """Converts pixels, uint8 [h, w] or [h, w, 1 or 3], to a Pillow image."""
     return Image.fromarray(pixels[..., 0] if pixels.shape[2:] == (1,) else pixels)
 
 
 def _from_pillow(image, channels):
-    """Converts an image of Pillow to pixels of 1 (gray) or 3 (color) channels, uint8 [h, w, C]."""
+    """Converts a Pillow image to pixels with 1 (gray) or 3 (color) channels, uint8 [h, w, C]."""
     mode = PIL_MODES[channels]
     pixels = np.asarray(image if image.mode == mode else image.convert(mode))
     return pixels.reshape(*pixels.shape[:2], channels)
 
 
 def _read_exif(jpeg):
-    """Reads the Exif data of a JPEG, a segment before its first scan."""
+    """Reads the Exif data of a JPEG from the segments before its first scan."""
     tags = Image.Exif()
     at = 2
     while jpeg[at + 1] != START_OF_SCAN:
-        # 255 again is padding.
+        # A repeated 255 is padding.
         end = at + 1 if jpeg[at + 1] == 255 else at + 2 + int.from_bytes(jpeg[at + 2 : at + 4])
         if jpeg[at + 4 : at + 10] == b"Exif\0\0":
             tags.load(jpeg[at + 4 : end])
@@ -219,7 +218,7 @@ def _read_exif(jpeg):
 
 
 def _orientation(read_exif):
-    """Returns the orientation that a function that reads Exif data finds; 1 is upright."""
+    """Returns the orientation in the Exif data that `read_exif` returns; 1 is upright."""
     try:
         return read_exif().get(ExifTags.Base.Orientation, 1)
     except Exception:  # damaged tags
@@ -227,7 +226,7 @@ def _orientation(read_exif):
 
 
 def _turn(pixels, orientation):
-    """Returns a view of pixels [h, w, C] that is upright."""
+    """Returns an upright view of pixels [h, w, C]."""
     if orientation in TRANSPOSED:
         pixels = pixels.swapaxes(0, 1)
     if orientation in (3, 4, 7, 8):
@@ -242,20 +241,20 @@ def _turn(pixels, orientation):
 class CenterCrop:
     """Resizes an image bicubically and takes the central square, as timm does.
 
-    The shorter side is resized to `image_size / fraction` pixels; ImageNet evaluation usually takes
-    0.875, and 1 keeps the whole of a square image.
+    The shorter side is resized to `image_size / fraction` pixels; ImageNet evaluation usually uses
+    a fraction of 0.875, and 1 keeps all of a square image.
     """
 
     image_size: int
     fraction: float = 1.0
 
     def __call__(self, image: StoredImage, position: int = 0) -> np.ndarray:
-        """Crops an image, wherever it is in the stream, to uint8 [image_size, image_size, C]."""
+        """Crops an image to uint8 [image_size, image_size, C]; `position` is not used."""
         pixels = image.decode()
         shorter = math.floor(self.image_size / self.fraction)
         shape = pixels.shape[:2]
         height, width = (int(shorter * side / min(shape)) for side in shape)
-        # timm and torchvision round a half to the even number, as Python does.
+        # timm and torchvision round half to even, as Python does.
         top, left = (round((side - self.image_size) / 2) for side in (height, width))
         if min(shape) != shorter:
             pixels = _pillow_resize(pixels, (width, height), "bicubic")
@@ -264,11 +263,11 @@ class CenterCrop:
 
 @dataclasses.dataclass(frozen=True)
 class RandomCrop:
-    """Random resized crop (Szegedy et al. 2015), distributed as timm's.
+    """Random resized crop (Szegedy et al. 2015) with timm's distribution.
 
-    Aspect ratios are uniform in the logarithm, and crops are resized bicubically or bilinearly with
-    equal probability, both antialiased. A crop depends only on the seed and on the position of the
-    image in the training stream.
+    Aspect ratios are log-uniform. Crops are resized bicubically or bilinearly with equal
+    probability, with antialiasing. A crop depends only on the seed and on the position of the image
+    in the training stream.
     """
 
     image_size: int
@@ -283,7 +282,7 @@ class RandomCrop:
     def draw_box(self, size: tuple[int, int], position: int) -> tuple[int, int, int, int]:
         """Draws a box (top, left, height, width) inside an image of the given height and width.
 
-        If no attempt fits into the image, the box is the largest central one of an allowed ratio.
+        If no attempt fits the image, returns the largest central box with an allowed aspect ratio.
         """
         height, width = size
         bits = rngs.host_bits(self.seed, position, rngs.BOX, 4 * ATTEMPTS)
@@ -313,9 +312,9 @@ def crop_and_resize(
 ) -> np.ndarray:
     """Decodes a box of an image and resizes it to uint8 [image_size, image_size, C].
 
-    The box is (top, left, height, width) in pixels, `interpolation` 'bicubic' or 'bilinear'. A JPEG
-    is decoded at a fraction of its size if the box still has `image_size` pixels each way, as with
-    Pillow's `draft`. (timm and torchvision decode at full size.)
+    The box is (top, left, height, width) in pixels; `interpolation` is 'bicubic' or 'bilinear'. As
+    with Pillow's `draft`, a JPEG is decoded at a fraction of its size if the box still has at least
+    `image_size` pixels in each direction. (timm and torchvision decode at full size.)
     """
     top, left, height, width = box
     pixels, scale = image.decode_scaled(min(height, width) / image_size)
@@ -323,7 +322,7 @@ def crop_and_resize(
     right = (left + width) * scale
     top = top * scale
     left = left * scale
-    # Cut out first, as timm does, so that pixels outside the box do not bleed into its edge.
+    # Cropped first, as in timm, so that pixels outside the box do not bleed into its edge.
     y = math.floor(top)
     x = math.floor(left)
     inside = pixels[y : math.ceil(bottom), x : math.ceil(right)]

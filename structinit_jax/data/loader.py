@@ -1,7 +1,7 @@
 """Loads the batches of a split as global arrays on the devices, for training and evaluation.
 
-A small split is decoded once and kept in device memory (`DeviceLoader`). Images of a larger one are
-decoded by threads while the devices train (`HostLoader`). Both return the same batches on any
+A small split is decoded once and kept in device memory (`DeviceLoader`). Images of a larger split
+are decoded by threads while the devices train (`HostLoader`). Both return the same batches for any
 number of processes. The order is a function of (seed, position in the stream).
 """
 
@@ -29,7 +29,7 @@ READ_THREADS = min(MAX_THREADS, num_cores() + 1)
 Batch = dict[str, jax.Array]
 
 
-@functools.lru_cache(maxsize=4)  # a batch reads at most two epochs at a time
+@functools.lru_cache(maxsize=4)  # a batch rarely spans more than two epochs
 def _epoch_order(seed, epoch, num_examples):
     bits = rngs.host_bits(seed, epoch, rngs.ORDER, num_examples)
     return np.argsort(bits, kind="stable")
@@ -42,10 +42,10 @@ def stream_indices(
     repeats: int = 1,
     epoch_length: int | None = None,
 ) -> np.ndarray:
-    """Returns the examples at positions of the training stream, int64.
+    """Returns the example indices at positions of the training stream, int64.
 
-    The stream is independently shuffled epochs, one after another. An epoch of `epoch_length`
-    positions, by default `num_examples`, uses the first part of its permutation. With repeated
+    The stream is a sequence of independently shuffled epochs. Each epoch has `epoch_length`
+    positions, by default `num_examples`, and uses the first part of its permutation. With repeated
     augmentation (Hoffer et al. 2020), each example occupies `repeats` consecutive positions in an
     epoch of the same length, as in timm.
     """
@@ -58,20 +58,20 @@ def stream_indices(
 
 
 def bytes_on_device(num_examples: int, crop: CenterCrop | RandomCrop, channels: int) -> int:
-    """Returns the bytes that a split takes in the memory of every device.
+    """Returns the bytes that a split takes up in the memory of each device.
 
-    It is 0 for a split that is not kept there, since it is too large or its crops are random.
+    This is 0 if the split is not kept there because it is too large or its crops are random.
     """
     size = num_examples * crop.image_size**2 * channels
     return 0 if isinstance(crop, RandomCrop) or size > IN_MEMORY_BYTES else size
 
 
 class Loader:
-    """The batches of a split; `len` gives the number of its examples.
+    """The batches of a split; `len` returns the number of examples.
 
-    A subclass defines `__len__` and `_batches(order, steps, batch_size)`. The latter yields the
-    batch of each step, which starts at position `step * batch_size`. `order(start, stop)` gives the
-    examples at these positions, int64; -1 marks padding, whose "mask" is 0.
+    Subclasses define `__len__` and `_batches(order, steps, batch_size)`, which yields the batch of
+    each step. A step's batch starts at position `step * batch_size`. `order(start, stop)` returns
+    the example indices at these positions, int64; -1 marks padding, whose "mask" is 0.
     """
 
     def train_batches(
@@ -84,13 +84,13 @@ class Loader:
         repeats: int = 1,
         drop_remainder: bool = False,
     ) -> Iterator[Batch]:
-        """Yields the batches of the steps from `start_step` (counted from 0) to `num_steps - 1`.
+        """Yields the batches of steps `start_step` (counted from 0) to `num_steps - 1`.
 
         A batch is `{"image": uint8 [B, H, W, C], "label": int32 [B]}`, split over the devices. The
-        batch size B is global, and a multiple of their number. With `drop_remainder`, each epoch
-        ends after its last whole batch; otherwise a batch may straddle two epochs. For `repeats`
-        see `stream_indices`; a batch has all first copies of its images, then all second ones, and
-        so on: as in timm, a mixing group has no image twice.
+        batch size B is global and a multiple of the number of devices. With `drop_remainder`, each
+        epoch ends after its last full batch; otherwise a batch can straddle two epochs. For
+        `repeats`, see `stream_indices`; a batch holds the first copies of its images, then the
+        second copies, and so on, so that a mixing group has no image twice, as in timm.
         """
         length = len(self) - (len(self) % batch_size if drop_remainder else 0)
         by_copy = np.argsort(np.arange(batch_size) % repeats, kind="stable")
@@ -106,7 +106,7 @@ class Loader:
     def eval_batches(self, *, batch_size: int) -> Iterator[Batch]:
         """Yields every example once, in order; the last batch is padded with example 0.
 
-        Batches are like those of `train_batches`, and have a "mask", float32 [B]: 1 for an example
+        Batches are as in `train_batches`, with an additional "mask", float32 [B]: 1 for an example
         and 0 for padding.
         """
 
@@ -120,7 +120,7 @@ class Loader:
 def make_loader(
     source: ImageSource, mesh: Mesh, crop: CenterCrop | RandomCrop, in_memory: bool = True
 ) -> Loader:
-    """Makes the loader of a split, in device memory if the split takes less than 2 GB.
+    """Makes the loader of a split; splits of at most 2 GB are kept in device memory.
 
     With random crops, or if `in_memory` is false, no split is kept in device memory. Batches are
     split over all axes of the mesh.
@@ -162,14 +162,14 @@ class HostLoader(Loader):
     ) -> Iterator[dict[str, np.ndarray]]:
         """Yields the contiguous part of each global batch that belongs to a process.
 
-        Threads read ahead and write their images into the batch. For `order` see `_batches`.
+        Threads read ahead and write their images into the batch. For `order`, see `Loader`.
         """
         size = batch_size // process_count
         side = self.crop.image_size
         shape = (size, side, side, self.source.info.channels)
         pool = ThreadPoolExecutor(READ_THREADS)
-        # The threads share even a small batch. Of TFDS, 256 small images are read in half the time
-        # that they take by eights.
+        # Small batches are split among the threads, too. Reading 256 small TFDS images in one call
+        # takes half as long as reading them eight at a time.
         chunk = min(READ_BLOCK, math.ceil(size / MAX_THREADS))
 
         def start(step):
@@ -197,7 +197,7 @@ class HostLoader(Loader):
             pool.shutdown(cancel_futures=True)
 
     def _fill(self, batch, rows, first, indices):
-        """Reads the examples of some rows of a batch, whose positions count from `first`."""
+        """Reads the examples of some rows of a batch that starts at position `first`."""
         examples = self.source.read(indices[rows.start : rows.stop].tolist())
         for row, (image, label) in zip(rows, examples, strict=True):
             batch["image"][row] = self.crop(image, first + row)
@@ -207,17 +207,17 @@ class HostLoader(Loader):
 class DeviceLoader(Loader):
     """Keeps a whole split in the memory of every device and gathers batches there.
 
-    The host sends the order of each epoch, 4 bytes per example, and nothing for a step. The images,
+    The host sends the order of each epoch, 4 bytes per example, and nothing per step. The images,
     uint8 [n, H, W, C], and labels, int32 [n], are the same in every process.
     """
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, mesh: Mesh):
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._sharded = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        # Rows of pixels, so that an example is contiguous in memory on TPUs, too.
+        # Flattened, so that each example is contiguous in memory on TPUs, too.
         self._images = self._send(images.reshape(len(images), -1))
         self._labels = self._send(labels)
-        # Not a method: jit would keep the loader, and with it the images, in a cycle.
+        # Not a method: jit would keep the loader and its images alive in a reference cycle.
         self._gather = jax.jit(
             functools.partial(_gather_batch, self._sharded, images.shape[1:]),
             static_argnames="batch_size",
@@ -249,7 +249,7 @@ class DeviceLoader(Loader):
 def _gather_batch(sharding, image_shape, images, labels, order, offset, batch_size):
     """Returns the examples order[offset : offset + batch_size], and the next offset."""
     indices = jax.lax.dynamic_slice_in_dim(order, offset, batch_size)
-    # Each device gathers its own part only.
+    # Each device gathers only its own part.
     indices = jax.lax.with_sharding_constraint(indices, sharding)
     # Padding is -1, clipped to example 0.
     batch = {

@@ -1,4 +1,4 @@
-"""digits and fashion_mnist, which fit into memory and need no preparation."""
+"""digits and fashion_mnist, which fit in memory and need no preparation."""
 
 import gzip
 import hashlib
@@ -37,7 +37,7 @@ def open_digits(data_dir: Folder = None) -> Dataset:
     rounded. Every fifth image (index % 5 == 4) is in `test` (359), the others are in `train`
     (1,438). The same writers appear in both. `data_dir` is not used.
     """
-    # The file itself, since importing scikit-learn takes a second.
+    # Reads the file directly, because importing scikit-learn takes a second.
     (package,) = find_spec("sklearn").submodule_search_locations
     table = np.loadtxt(Path(package, "datasets", "data", "digits.csv.gz"), delimiter=",")
     images = np.rint(table[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
@@ -53,9 +53,9 @@ def open_digits(data_dir: Folder = None) -> Dataset:
 def open_fashion_mnist(data_dir: Folder) -> Dataset:
     """Opens Fashion-MNIST (Xiao et al. 2017): 70,000 28x28 gray images of clothes.
 
-    `data_dir` is the folder of the four original files, by default `fashion_mnist` in TFDS's
-    folder. Missing files are downloaded to it. Raises `InputError` if a file cannot be downloaded
-    or is not the original.
+    `data_dir` is the folder with the four original files, by default `fashion_mnist` in TFDS's data
+    directory. Missing files are downloaded to it. Raises `InputError` if a file cannot be
+    downloaded or is not the original.
     """
     root = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     folder = Path(data_dir or Path(root, "fashion_mnist").expanduser())
@@ -84,7 +84,7 @@ def _in_order(split, indices, images, labels):
 
 
 def _download(url, path, sha256):
-    """Downloads a file, and puts it into place once its content is known to be right."""
+    """Downloads a file, and puts it in place once its content has been verified."""
     print(f"Downloading {url} to {path.parent} (once).", flush=True)
     try:
         with urllib.request.urlopen(url, timeout=30) as response:
@@ -103,11 +103,11 @@ def _download(url, path, sha256):
 def _parse_idx(compressed, path, sha256):
     """Reads the idx format: two zeros, type 8 (uint8), rank, big-endian sizes, values.
 
-    Raises `InputError`, which names the path, unless the content has this checksum.
+    Raises an `InputError` that names the path if the checksum does not match.
     """
     try:
         content = gzip.decompress(compressed)
-    except (OSError, EOFError, zlib.error):  # the page of a proxy, or a part of the file
+    except (OSError, EOFError, zlib.error):  # a proxy's error page, or a truncated file
         content = b""
     if hashlib.sha256(content).hexdigest() != sha256:
         raise InputError(f"{path} is not the original file of fashion_mnist")

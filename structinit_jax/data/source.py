@@ -24,7 +24,7 @@ Folder = str | os.PathLike | None
 READ_BLOCK = 256  # examples
 MAX_THREADS = 16  # for decoding; more would only wait for the interpreter lock
 SMALL_SET = 2**25  # bytes, which `digest` reads in a tenth of a second
-MAX_DIGESTED = 1000  # images of a larger set, which `digest` reads
+MAX_DIGESTED = 1000  # images that `digest` reads from a larger set
 SPLIT = re.compile(r"([\w-]+)(?:\[(-?\d[\d_]*%?)?:(-?\d[\d_]*%?)?\])?")  # 'train[10%:]'
 
 
@@ -39,12 +39,12 @@ class DatasetInfo:
 
 @runtime_checkable
 class Records(Protocol):
-    """The examples of a split, as stored; a list, or a class of your own.
+    """The examples of a split, as stored: a list, or an object of your own class.
 
-    An example is a dict with an "image" (encoded bytes, the path of a file, or uint8 pixels [h, w]
-    or [h, w, C]), and a "label" (an integer). The optional method `__getitems__(indices)` reads
-    many examples at once. A class with the attribute `names`, a list of `bytes` with a name for
-    each example, promises that reading a record reads no image; the names are part of the `digest`.
+    An example is a dict with an "image" (encoded bytes, a file path, or uint8 pixels [h, w] or
+    [h, w, C]) and a "label" (an integer). The optional method `__getitems__(indices)` reads many
+    examples at once. The optional attribute `names`, a list of `bytes` with a name for each
+    example, promises that reading a record does not read its image; `digest` includes the names.
     """
 
     def __len__(self) -> int: ...
@@ -54,7 +54,7 @@ class Records(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImageSource:
-    """The examples of a split: images, not yet read or decoded, and labels. Any thread may ask."""
+    """The examples of a split: labels, and images that are not yet read or decoded. Thread-safe."""
 
     parts: Sequence[Records]
     rows: np.ndarray  # part of each example and its index in that part, int64 [n, 2]
@@ -77,9 +77,9 @@ class ImageSource:
             yield image, label
 
     def map(self, function: Callable[[StoredImage, int], Any]) -> list[Any]:
-        """Calls a function with every image and its label, in threads; returns its results.
+        """Calls a function with every image and label, in threads; returns the results in order.
 
-        They are in order. Labels may be out of range.
+        Labels may be out of range.
         """
 
         def call(block):
@@ -95,7 +95,7 @@ class ImageSource:
         return np.array(self.map(lambda image, label: label), np.int64)
 
     def select(self, wanted: np.ndarray) -> "ImageSource":
-        """Returns the examples that `wanted` selects, bool [n] or indices in ascending order."""
+        """Returns the examples selected by `wanted`, bool [n] or indices in ascending order."""
         return dataclasses.replace(self, rows=self.rows[wanted])
 
     def evenly_spaced(self, most: int) -> "ImageSource":
@@ -104,7 +104,7 @@ class ImageSource:
         return self.select(indices.astype(int))
 
     def split_bad_images(self) -> tuple["ImageSource", list[tuple[int, int]], list[str]]:
-        """Returns the good images, their heights and widths, and the problems of the others."""
+        """Returns the good images, their heights and widths, and the problems of the bad ones."""
 
         def check(image, label):
             try:
@@ -125,7 +125,7 @@ class ImageSource:
         for number, group in itertools.groupby(rows, key=operator.itemgetter(0)):
             part = self.parts[number]
             wanted = [place for _, place in group]
-            # One call for many examples is far faster; for one, TFDS would start a thread.
+            # One call for many examples is far faster, but for one example TFDS starts a thread.
             read_many = len(wanted) > 1 and getattr(part, "__getitems__", None)
             records = read_many(wanted) if read_many else map(part.__getitem__, wanted)
             for place, record in zip(wanted, records, strict=True):
@@ -162,9 +162,9 @@ class Dataset:
         """Makes a data set from its records.
 
         Example: `Dataset.from_records("mine", {"train": records}, ["cat", "dog"])`, where `records`
-        is a list of `{"image": "cats/1.jpg", "label": 0}`, or other `Records`. Messages contain the
-        name. Class names are in the order of the labels, and are converted to strings; images are
-        converted to 1 or 3 channels.
+        is a list of `{"image": "cats/1.jpg", "label": 0}`, or other `Records`. Messages contain
+        `name`. Class names are in label order and are converted to strings; images are converted to
+        1 or 3 `channels`.
         """
         sizes = {split: len(records) for split, records in splits.items()}
         names = [str(class_name) for class_name in class_names]
@@ -175,7 +175,7 @@ class Dataset:
 
         With `on_bad_image='stop'`, reading an image that cannot be decoded raises `BadImageError`.
         'skip' decodes every image once now (1 to 3 ms per image and core), reports the bad ones and
-        leaves them out, so that all processes and restarts number the examples alike.
+        leaves them out, so that examples have the same numbers in all processes and restarts.
 
         Raises `InputError` if there is no such split.
         """
@@ -193,17 +193,17 @@ class Dataset:
             shown = problems[:10] + (["…"] if len(problems) > 10 else [])
             print(f"{source.name}: left out {counts}:", *shown, sep="\n  ", flush=True)
         if not len(good):
-            raise InputError(f"{source.name} has no image that can be decoded")
+            raise InputError(f"{source.name} has no images that can be decoded")
         return good
 
 
 def parse_split(spec: str, info: DatasetInfo) -> list[tuple[str, range]]:
     """Parses a split in TFDS syntax, for example `train[10%:]` or `train[:2000]+test`.
 
-    Returns the name of a split and the indices in it, for each term of the sum. Percentages are
-    rounded as TFDS rounds them. TFDS's slices in shards are not supported, because the number of
-    shards depends on who prepared the set. Raises `InputError` if `spec` is malformed, empty or
-    names an unknown split.
+    Returns the name of the split and the indices in it for each term of the sum. Percentages are
+    rounded as in TFDS. TFDS's slices of shards are not supported, because the number of shards
+    depends on how the data set was prepared. Raises `InputError` if `spec` is malformed, selects no
+    example or names an unknown split.
     """
 
     def problem(reason):
@@ -231,17 +231,17 @@ def parse_split(spec: str, info: DatasetInfo) -> list[tuple[str, range]]:
         size = info.num_examples[split]
         parts.append((split, range(position(start, size, 0), position(stop, size, size))))
     if not any(part for _, part in parts):
-        raise problem("it holds no example")
+        raise problem("it selects no examples")
     return parts
 
 
 def split_size(spec: str, info: DatasetInfo) -> int:
-    """Returns the number of examples in a split; for arguments and errors see `parse_split`."""
+    """Returns the number of examples in a split; for arguments and errors, see `parse_split`."""
     return sum(len(part) for _, part in parse_split(spec, info))
 
 
 def count_common(first: str, second: str, info: DatasetInfo) -> int:
-    """Returns how many examples are in both of two splits, written in TFDS syntax."""
+    """Returns how many examples two splits in TFDS syntax have in common."""
 
     def members(spec, split):
         parts = parse_split(spec, info)
@@ -251,21 +251,22 @@ def count_common(first: str, second: str, info: DatasetInfo) -> int:
 
 
 def check_classes(info: DatasetInfo, num_classes: int) -> None:
-    """Raises an `InputError` if a model's outputs do not fit the data set."""
+    """Raises an `InputError` if a model's number of classes does not match the data set."""
     needs = (
-        f"{info.num_classes}, the number of classes in the data set (a folder with fewer classes is"
-        " evaluated with empty subfolders for the others)"
+        f"{info.num_classes}, the number of classes in the data set (to evaluate a folder with"
+        " fewer classes, add empty subfolders for the others)"
     )
     require("num_classes", num_classes, needs, lambda x: x == info.num_classes)
 
 
 def digest(source: ImageSource, class_names: Sequence[str]) -> str:
-    """Returns a checksum of a split, by which changed data are noticed.
+    """Returns a checksum of a split, used to detect changed data.
 
-    It covers the number and order of the examples and the names of the classes, for image folders
-    and lists also all labels and the size of each image, and for folders the paths below the split,
-    so that a folder may be moved. Of the images, it covers all bytes of a folder or list of at most
-    32 MB, and otherwise the bytes and labels of 1,000 images, spread evenly over the split.
+    It covers the number and order of the examples and the class names. For image folders and lists,
+    it also covers all labels and the bytes that each image takes; for folders, the paths below the
+    split, so that a folder can be moved. Of the images themselves, it covers all bytes for a folder
+    or list of at most 32 MB, and otherwise the bytes and labels of 1,000 images, spread evenly over
+    the split.
     """
     names = hashlib.sha256(source.rows.tobytes() + json.dumps(list(class_names)).encode())
     for part in source.parts:
@@ -284,11 +285,11 @@ def digest(source: ImageSource, class_names: Sequence[str]) -> str:
 
 @functools.cache
 def num_cores() -> int:
-    """Returns how many cores this process may use; SLURM and containers may limit them."""
-    try:  # the quota of a container: microseconds of processor time in each period
+    """Returns how many cores this process can use, which SLURM or a container may limit."""
+    try:  # a container's quota: microseconds of processor time per period
         quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
         limit = math.ceil(quota / period)
-    except (OSError, ValueError):  # there is none
+    except (OSError, ValueError):  # no quota
         limit = sys.maxsize
     has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
     return min(len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1, limit)

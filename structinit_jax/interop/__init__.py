@@ -1,4 +1,4 @@
-"""Puts attention schemes into other projects' models.
+"""Applies attention schemes to other projects' models.
 
 `initialize` writes a scheme into the parameters of another project's model, and `torch_maps`
 records the attention maps that a torch model computes. Only `torch_maps` needs torch.

@@ -23,7 +23,7 @@ from structinit_jax.interop.layouts import (
     unsupported,
 )
 
-# Patterns of names, below the stem of the model or, of norms, below the block.
+# Patterns of names without the model's stem; for norms, without the block's prefix.
 _POSITIONS = r"(?:.*\.)?(?:[^.]*pos[^.]*(?:\.(?:embeddings?|weight))?|wpe)"
 _EXTRA_TOKENS = (
     r"(?i:(?:.*\.)?(?:cls|class|dist|distillation|reg|registers?|storage)_?"
@@ -38,7 +38,7 @@ _NORMS = re.compile(r"(?i:[^.]*(?:norm|ln)[^.]*)|0\.norm|1\.net\.0")  # the last
 
 
 class PositionTable(NamedTuple):
-    """Positions `rows` [T, D], the first `prefix` of which are off the grid."""
+    """Positions `rows` [T, D], the first `prefix` of which are not on the grid."""
 
     name: str
     rows: Any
@@ -72,7 +72,7 @@ class Host:
                 elif stack.layout.torch:
                     shape = (names.count(name) * self.num_heads * self.head_dim, self.width)
                 if leaves[name].shape != shape:
-                    why = f"has shape {leaves[name].shape} where equal layers have {shape}"
+                    why = f"has shape {leaves[name].shape} where identical layers have {shape}"
                     raise unsupported(name, why)
 
     def _set_sizes(self, num_heads: int | None) -> None:
@@ -89,12 +89,12 @@ class Host:
             name = self.bias_tables[0]
             shown = self.leaves[name].shape[1]
         if shown is not None:
-            needs = f"left out, since {name} shows {shown} heads"
+            needs = f"left out, because {name} has {shown} heads"
             require("num_heads", num_heads, needs, lambda number: number in (None, shown))
         self.num_heads = num_heads if shown is None else shown
         if layout.torch:
             self.width, inner = shape[:2]
-            needs = f"the number of heads, which share the {inner} channels of {out}"
+            needs = f"the number of heads, a divisor of the {inner} channels of {out}"
             require("num_heads", self.num_heads, needs, lambda n: is_count(n) and inner % n == 0)
             self.head_dim = inner // self.num_heads
 
@@ -105,7 +105,7 @@ class Host:
         return (*lead, *heads, self.width) if field == "out" else (*lead, self.width, *heads)
 
     def sizes(self) -> dict[str, Any]:
-        """Returns the arguments of an `AttentionSite` besides the grid and the positions."""
+        """Returns the arguments of an `AttentionSite` except the grid and the positions."""
         return dict(
             width=self.width,
             num_heads=self.num_heads,
@@ -119,7 +119,7 @@ class Host:
     def write_attention(self, weights: AttentionWeights) -> Leaves:
         """Returns new leaves for the projections that are not None, with biases of zero.
 
-        Projections that are None keep their values in a leaf that several projections share.
+        In a leaf that several projections share, those that are None keep their values.
         """
         layout = self.stack.layout
         lead = () if self.stack.stacked else (self.num_layers,)
@@ -134,7 +134,7 @@ class Host:
                 continue
             check_shape(field, kernels, (*lead, *self._kernel_shape(field)))
             module = layout.modules[i]
-            part = layout.modules[:i].count(module)  # of a module that holds several fields
+            part = layout.modules[:i].count(module)  # index within a fused module
             for layer, attention in enumerate(self.stack.attentions):
                 kernel = kernels if self.stack.stacked else kernels[layer]
                 if layout.torch:  # [out, in]
@@ -152,9 +152,9 @@ class Host:
         return new
 
     def require_assumptions(self) -> None:
-        """Raises `InputError` if the parameters show that a scheme's maps would not be the model's.
+        """Raises `InputError` if the parameters show that the model's maps would not be a scheme's.
 
-        Such parameters are norms that have been trained, and all that change the maps besides the
+        Such parameters are norms that have been trained, and any that change the maps except the
         projections and the bias tables, which schemes set.
         """
         layout = self.stack.layout
@@ -177,8 +177,8 @@ class Host:
                 is_table = self.bias_tables and name.endswith(_BIAS_TABLE)
                 if name not in known and not is_table:
                     raise InputError(
-                        f"params: {name} may change the attention maps, which no scheme could then "
-                        "set: build the model without it"
+                        f"params: {name} may change the attention maps, so no scheme could set "
+                        "them: build the model without it"
                     )
 
     def norm_without_bias(self) -> str | None:
@@ -191,7 +191,7 @@ class Host:
         return None
 
     def rotary_positions(self) -> str | None:
-        """Returns the name of a parameter of rotary positions, or None if no name shows them."""
+        """Returns the name of a parameter of rotary positions, or None if no name suggests any."""
         return next((name for name in self._floats() if self._matches(_ROTARY, name)), None)
 
     def layer_scale(self) -> str | None:
@@ -205,22 +205,22 @@ class Host:
     # -- positions and patches ---------------------------------------------------------------------
 
     def position_table(self, grid: Grid | None) -> PositionTable | None:
-        """Finds the learned position table, or returns None. For `grid` see `initialize`."""
+        """Finds the learned position table, or returns None. For `grid`, see `initialize`."""
         found = {}
         for name in self._names(_POSITIONS):
             shape = _table_shape(self.leaves[name], self.width)
-            # A linear layer, whose name may be alike, has a bias.
+            # Unlike a position table, a linear layer with a similar name has a bias.
             if shape and f"{name.removesuffix('weight')}bias" not in self.leaves:
                 found[name] = shape
         if not found:
             return None
-        # The text tower of a CLIP model also has one.
+        # The text tower of a CLIP model also has a position table.
         shared = {name: shared_parts(name, self.stack.attentions[0]) for name in found}
         found = {name: found[name] for name in found if shared[name] == max(shared.values())}
         if len(found) > 1:
             raise InputError(
-                f"params hold several position tables ({', '.join(found)}): pass the subtree of "
-                "one, or positions=[N, D]"
+                f"params hold several position tables ({', '.join(found)}): pass a subtree with "
+                "only one of them, or positions=[N, D]"
             )
         ((name, shape),) = found.items()
         rows = self.leaves[name].reshape(-1, self.width)
@@ -231,9 +231,9 @@ class Host:
         return PositionTable(name, rows, *_split_rows(name, len(rows), extra, grid))
 
     def require_image_tokens(self) -> None:
-        """Raises `InputError` if the parameters show that the tokens need not fill a square.
+        """Raises `InputError` if the parameters suggest that the tokens may not fill a square.
 
-        These are parameters of sequences, of videos, and of tokens that may have positions.
+        Such parameters embed sequences or videos, or are extra tokens that may have positions.
         """
         kernels = self._patch_kernels()
         if kernels and not {2, 4} & set(kernels.values()):
@@ -255,16 +255,16 @@ class Host:
         biases = [f"{kernel.rpartition('.')[0]}.bias" for kernel in found]
         if len(found) != 1 or biases[0] not in self.leaves:
             raise InputError(
-                f"params hold {', '.join(found) or 'no kernel'} where one patch embedding to "
-                f"{self.width} channels with a bias is needed, in which this scheme puts a vector "
-                "that all tokens share: build the model with it, or use 'mimetic'"
+                f"params hold {', '.join(found) or 'no kernel'}, but this scheme needs one patch "
+                f"embedding to {self.width} channels with a bias, which it sets to a vector that "
+                "all tokens share: build the model with such a bias, or use 'mimetic'"
             )
         return biases[0]
 
     def _patch_kernels(self) -> dict[str, int]:
         """Returns the ranks of kernels that may be the patch embedding's, by name.
 
-        They are convolutions' with one to three spatial axes, or linear layers'.
+        These are kernels of linear layers, or of convolutions with one to three spatial axes.
         """
         layout = self.stack.layout
         inside = tuple(f"{attention}." for attention in self.stack.attentions)
@@ -304,7 +304,7 @@ class Host:
 
 
 def find_hosts(leaves: Leaves, num_heads: int | None) -> list[Host]:
-    """Finds the stacks of attention layers: one of a ViT or BEiT, one for each stage of a Swin."""
+    """Finds the stacks of attention layers: one for a ViT or BEiT, one for each stage of a Swin."""
     for name in leaves:
         if "attn_grid." in name:
             raise unsupported(name, "belongs to the grid attention of MaxViT")
@@ -312,13 +312,13 @@ def find_hosts(leaves: Leaves, num_heads: int | None) -> list[Host]:
     if not tables:
         return [Host(leaves, find_stack(leaves), num_heads)]
     stacks = find_stacks(leaves)
-    # Those without tables are of a text model.
+    # Stacks without tables belong to a text model.
     seeing = [stack for stack in stacks if any(name.startswith(stack.blocks) for name in tables)]
     hosts = []
     for stack in seeing or stacks:
         own = [name for block in stack.blocks for name in tables if name.startswith(block)]
         if len(own) != len(stack.attentions):
-            raise unsupported(stack.attentions[0], f"has no {_BIAS_TABLE}, as other layers have")
+            raise unsupported(stack.attentions[0], f"has no {_BIAS_TABLE}, unlike other layers")
         hosts.append(Host(leaves, stack, num_heads, own))
     return hosts
 
@@ -330,7 +330,7 @@ def square(tokens: int) -> Grid | None:
 
 
 def _table_shape(leaf: Any, width: int) -> tuple[int, ...]:
-    """Returns (rows,) of a position table or (rows, cols) of one with the grid's axes, else ()."""
+    """Returns (rows,) of a position table, (rows, cols) if it has the grid's axes, else ()."""
     shape = getattr(leaf, "shape", ())
     shape = (*(n for n in shape[:-1] if n > 1), *shape[-1:])
     return shape[:-1] if len(shape) in (2, 3) and shape[-1] == width else ()
@@ -339,7 +339,7 @@ def _table_shape(leaf: Any, width: int) -> tuple[int, ...]:
 def _split_rows(name, rows, extra, grid):
     """Returns the number of rows that precede the image tokens, and the grid.
 
-    Of the `extra` class and register tokens, some may have no row.
+    Some of the `extra` class and register tokens may have no row.
     """
     if grid is not None:
         found = [(rows - math.prod(grid), grid)]
@@ -348,8 +348,8 @@ def _split_rows(name, rows, extra, grid):
         squares = {n: square(rows - n) for n in sorted({0, min(1, extra), extra})}
         found = [(n, side) for n, side in squares.items() if side is not None]
     needs = (
-        f"(rows, cols) of the image tokens, which have {rows} rows in {name}, less at most {extra} "
-        "for class and register tokens; or pass positions"
+        f"(rows, cols) of the image tokens: {name} has {rows} rows, at most {extra} of them for "
+        "class and register tokens; or pass positions"
     )
     require("grid", grid, needs, len(found) == 1)
     return found[0]

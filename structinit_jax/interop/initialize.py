@@ -56,34 +56,34 @@ def initialize(
 ) -> Any:
     """Writes the weights of a scheme into the parameters of a freshly built model.
 
-    The model is a ViT or, for schemes that support them, a model with a relative position bias in
+    The model is a ViT or, for schemes that support it, a model with a relative position bias in
     every layer (Swin, BEiT). Schemes assume that the LayerNorm before the attention has scale 1 and
     bias 0, that query-key products are scaled by d^-1/2, and that tokens are in row-major order.
-    Parameters that show otherwise raise an error, but they do not show everything: check the maps
+    Parameters that contradict this raise an error, but they do not show everything: check the maps
     of a torch model with `torch_maps`.
 
-    The biases of the projections that the scheme sets become zero. If the scheme has positions,
-    they replace a learned position table, except for class and register tokens.
+    The biases of the projections that the scheme sets become zero. If the scheme returns positions,
+    they replace a learned position table, except its rows for class and register tokens.
 
     Args:
-      params: A state dict, Linen tree, Equinox or NNX module, NNX state or pure dict; not changed.
-        All arrays, also the following, may be NumPy's, JAX's or torch's.
+      params: A state dict, Linen tree, Equinox or NNX module, NNX state or pure dict; not modified.
+        Arrays, here and in the other arguments, can be NumPy, JAX or torch arrays.
       attention_init: The scheme, such as `impulse()`; or `lambda rng, site: weights`.
       rng: Random key for the scheme.
-      num_heads: Number of heads h, for ViTs of torch and Equinox, whose shapes do not show it.
-      grid: (rows, cols) of the image tokens, (1, N) in a model of sequences, or in Swin and BEiT
-        (rows, cols) of the windows that are not square. If None, all are square.
+      num_heads: Number of heads h, for torch and Equinox ViTs, whose shapes do not show it.
+      grid: (rows, cols) of the image tokens; for sequences, (1, N); for Swin and BEiT, (rows, cols)
+        of the windows that are not square. If None, the grid and all windows are square.
       positions: [N, D] encoding that a ViT adds to its tokens without storing it in `params`,
         for example `sincos_positions(grid, D)`, or for big_vision and vit-pytorch's SimpleViT
         `sincos_positions(grid, D, convention="big_vision")`. A table in `params` is then neither
         read nor written: if the model adds it to the tokens, leave `positions` out.
       rotations: Rotary positions (RoPE) of the image tokens, in a model that adds no positions:
-        either sines and cosines [..., N, 2 d] of timm's `model.rope.get_embed(...)`, optionally
-        with axes for layers and heads, or the pair (cosines, sines), each [..., N, d], of Hugging
+        either sines and cosines [..., N, 2 d] from timm's `model.rope.get_embed(...)`, optionally
+        with axes for layers and heads, or the pair (cosines, sines), each [..., N, d], from Hugging
         Face's `model.rope_embeddings(pixel_values)`.
 
     Returns:
-      Parameters of the same structure, array kinds (NumPy, JAX or torch), dtypes and shardings.
+      Parameters with the same structure, array kinds (NumPy, JAX or torch), dtypes and shardings.
       Unchanged arrays may be shared with `params`.
 
     Raises:
@@ -131,7 +131,7 @@ def _find_site(
         if positions is not None or table is not None:
             raise InputError(
                 f"rotations: the model adds {table.name if table else 'positions'} to its tokens, "
-                "which schemes then use: leave out rotations, and measure the maps"
+                "so schemes would not use rotations: leave them out, and measure the maps"
             )
         return _rotary_site(host, rotations, grid)
     rotary = host.rotary_positions()
@@ -141,7 +141,7 @@ def _find_site(
                 f"params: {rotary} rotates queries and keys: pass rotations={ROTATIONS}"
             )
         warn(
-            f"params: {rotary} rotates queries and keys, which moves the scheme's maps: measure "
+            f"params: {rotary} rotates queries and keys, which changes the scheme's maps: measure "
             "them"
         )
     if norm := host.norm_without_bias():
@@ -152,7 +152,7 @@ def _find_site(
     if positions is not None:
         needs = (
             f"of shape [N, {host.width}] for the N image tokens with grid={grid}: leave out class "
-            "and register tokens, and pass grid=(rows, cols) if the others do not fill a square"
+            "and register tokens, and pass grid=(rows, cols) if the rest do not fill a square"
         )
         shape = np.shape(positions)
         filled = grid or square(shape[0] if shape else 0)
@@ -170,8 +170,8 @@ def _find_site(
         return AttentionSite(grid=grid, **host.sizes())  # some schemes need no positions
     raise InputError(
         f"positions: params hold no position table of width {host.width}: pass positions=[N, D]; "
-        f"or in a model that rotates queries and keys, rotations={ROTATIONS}; or for a scheme that "
-        "needs none ('mimetic') grid=(rows, cols)"
+        f"or, in a model that rotates queries and keys, rotations={ROTATIONS}; or, for a scheme "
+        "that needs no positions ('mimetic'), grid=(rows, cols)"
     )
 
 
@@ -181,13 +181,13 @@ def _num_offsets(window: Grid) -> int:
 
 
 def _find_window(host: Host, grid: Grid | None) -> Grid:
-    """Returns the window of a bias table: a row per offset, and in BEiT 3 for the class token."""
+    """Returns the window of a bias table: a row per offset, plus 3 for BEiT's class token."""
     table = host.bias_tables[0]
     rows = len(host.leaves[table])
     side = math.isqrt(rows) // 2 + 1
     sizes = (rows, rows - 3)
     fitting = [w for w in (grid, (side, side)) if w and _num_offsets(w) in sizes]
-    needs = f"(rows, cols) of a window with as many offsets as the {rows} rows of {table}"
+    needs = f"(rows, cols) of a window whose offsets match the {rows} rows of {table}"
     require("grid", grid, needs, fitting)
     return fitting[0]
 
@@ -220,8 +220,8 @@ def _rotary_site(host: Host, given: Any, grid: Grid | None) -> RotarySite:
     tokens = angles.shape[2]
     grid = grid or square(tokens)
     needs = (
-        f"(rows, cols) of the image tokens, whose {tokens} rotations turn by equal angles along "
-        "rows and columns: pass those of the image tokens alone, row by row"
+        f"(rows, cols) of the image tokens, whose {tokens} rotations advance by equal angles along "
+        "rows and columns: pass only the rotations of the image tokens, row by row"
     )
     fits = grid is not None and math.prod(grid) == tokens
     require("grid", grid, needs, fits and _is_even(np.exp(1j * angles), grid))
@@ -229,7 +229,7 @@ def _rotary_site(host: Host, given: Any, grid: Grid | None) -> RotarySite:
 
 
 def _is_even(rotations: Complex[np.ndarray, "L h N p"], grid: Grid) -> bool:
-    """Whether e^iθ changes by one factor per row and one per column of the grid, as in 2-D RoPE."""
+    """Whether e^iθ changes by a constant factor per row and per column, as in 2-D RoPE."""
     rotations = rotations.reshape(*rotations.shape[:2], *grid, -1)
     right = rotations[..., 1:, :] * rotations[..., :-1, :].conj()
     down = rotations[..., 1:, :, :] * rotations[..., :-1, :, :].conj()

@@ -18,7 +18,7 @@ from structinit_jax.errors import InputError
 FIELDS = ("query", "key", "value", "out")
 Leaves = dict[str, Any]
 
-_NUMBER = re.compile(r"(?<!\d)\d+(?=\.|$)")  # at the end of a part of a name
+_NUMBER = re.compile(r"(?<!\d)\d+(?=\.|$)")  # at the end of a dot-separated part
 
 
 # -- arrays: NumPy's, JAX's and torch's ------------------------------------------------------------
@@ -30,7 +30,7 @@ def is_tensor(leaf: Any) -> bool:
 
 
 def as_array(leaf: Any) -> Any:
-    """Converts a torch tensor to NumPy, which has no bfloat16: floats of 8 or 16 bits to 32."""
+    """Converts a torch tensor to NumPy, which has no bfloat16: 8- and 16-bit floats to float32."""
     if not is_tensor(leaf):
         return leaf
     leaf = leaf.detach().cpu()
@@ -41,7 +41,7 @@ def check_array(name: str, leaf: Any) -> None:
     """Raises `InputError` for anything but a NumPy or JAX array of floats."""
     is_array = isinstance(leaf, np.ndarray | jax.Array)
     if not is_array or not jnp.issubdtype(leaf.dtype, jnp.floating):
-        kind = f"has dtype {leaf.dtype}" if is_array else f"is of {type(leaf)}"
+        kind = f"has dtype {leaf.dtype}" if is_array else f"has type {type(leaf).__name__}"
         raise InputError(f"params: {name} {kind}, but must be a NumPy or JAX array of floats")
 
 
@@ -58,7 +58,7 @@ def like(new: Any, old: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
 def replace_rows(
     table: Shaped[Array | np.ndarray, "R *k"], rows: Float[Array | np.ndarray, "r *k"], start: int
 ) -> Shaped[Array | np.ndarray, "R *k"]:
-    """Returns a table with other rows from `start` on, in the table's dtype."""
+    """Returns a table with `rows` in place of its rows from `start` on, in the table's dtype."""
     # JAX cannot join parts of a table that are sharded differently on a mesh with explicit axes.
     xp = np if is_concrete(table) and is_concrete(rows) else jnp
     table = xp.asarray(table)
@@ -86,7 +86,7 @@ def flatten(params: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
     leaves = given | {name: as_array(tensor) for name, tensor in tensors.items()}
 
     def rebuild(new):
-        # A tensor takes new values in its own dtype and on its own device.
+        # New values get the dtype and device of the tensor that they replace.
         for name, tensor in tensors.items():
             new[name] = sys.modules["torch"].from_numpy(new[name]).to(tensor)
         return treedef.unflatten(new.values())
@@ -103,11 +103,11 @@ def refuse_torch_module(argument: str, value: Any) -> None:
 
 
 def _name(path) -> str:
-    # The box around an array (nnx.Variable, nn.Partitioned) adds a last attribute `value`.
+    # The box around an array (nnx.Variable, nn.Partitioned) adds a `value` attribute to the path.
     if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
         path = path[:-1]
     name = jax.tree_util.keystr(path, simple=True, separator=".").replace("/", ".")
-    # The fused weight and bias of torch's MultiheadAttention are not in a module.
+    # The fused weight and bias of torch's MultiheadAttention are not in a submodule.
     return re.sub(r"in_proj_(weight|bias)$", r"in_proj.\1", name)
 
 
@@ -127,8 +127,8 @@ class Layout(NamedTuple):
 
     Attributes:
       modules: Names of the modules of `FIELDS` below the layer; a fused module is repeated.
-      torch: Whether kernels are [out, in], as in torch and Equinox, or else in the layout of Flax's
-        MultiHeadAttention.
+      torch: Whether kernels are [out, in], as in torch and Equinox. If false, they have the layout
+        of Flax's MultiHeadAttention.
     """
 
     modules: tuple[str, str, str, str]
@@ -144,7 +144,7 @@ class Layout(NamedTuple):
         return [f"{attention}.{module}" if attention else module for module in self.modules]
 
     def weights(self, attention: str) -> list[str]:
-        """Returns the names of their kernels."""
+        """Returns the names of the kernels of these modules."""
         return [f"{name}.{self.leaf}" for name in self.names(attention)]
 
 
@@ -160,7 +160,7 @@ LAYOUTS = (
     # torch.nn.MultiheadAttention: torchvision, open_clip, torch.nn.TransformerEncoder
     Layout(("in_proj", "in_proj", "in_proj", "out_proj")),
     Layout(("to_qkv", "to_qkv", "to_qkv", "to_out.0")),  # vit-pytorch
-    Layout(("to_qkv", "to_qkv", "to_qkv", "to_out")),  # its SimpleViT
+    Layout(("to_qkv", "to_qkv", "to_qkv", "to_out")),  # vit-pytorch's SimpleViT
     Layout(("query_proj", "key_proj", "value_proj", "output_proj")),  # Equinox
     Layout(FIELDS, torch=False),  # Flax: NNX, big_vision, vit_jax
     Layout(("query", "key", "value", "attention_output"), torch=False),  # keras-hub
@@ -169,11 +169,11 @@ LAYOUTS = (
 
 
 class Stack(NamedTuple):
-    """A model's stack of equal attention layers.
+    """A model's stack of identical attention layers.
 
     Attributes:
-      layout: The names of their projections.
-      attentions: Name of every layer in order, or the only name if `stacked`.
+      layout: The names of the layers' projections.
+      attentions: Name of every layer in order, or a single name if `stacked`.
       stacked: Whether the arrays have a leading layer axis.
       stem: Prefix of all names of the model, if `params` hold other models too.
     """
@@ -192,7 +192,7 @@ class Stack(NamedTuple):
 def find_stack(leaves: Leaves) -> Stack:
     """Finds the attention layers of a model with a single grid of tokens."""
     stacks = find_stacks(leaves)
-    # A single attention next to a stack of them pools tokens.
+    # A single attention layer next to a stack of layers pools tokens.
     stacks = [stack for stack in stacks if stack.stacked or len(stack.attentions) > 1] or stacks
     if len(stacks) == 1:
         return stacks[0]
@@ -207,13 +207,13 @@ def find_stack(leaves: Leaves) -> Stack:
     if len(seeing) == 1:
         return seeing[0]
     raise InputError(
-        f"params hold several models ({', '.join(names)}): pass the subtree of one; a model with "
-        "several stages is not supported unless it is a Swin, and not a SwinV2"
+        f"params hold several models ({', '.join(names)}): pass the subtree of one; models with "
+        "several stages are not supported, except Swin (but not SwinV2)"
     )
 
 
 def find_stacks(leaves: Leaves) -> list[Stack]:
-    """Finds the stacks of attention layers of all layouts: the towers of a model may differ."""
+    """Finds attention stacks in all layouts, because a model's towers can use different ones."""
     stacks = [stack for layout in LAYOUTS for stack in _stacks(leaves, layout)]
     if stacks:
         return stacks
@@ -221,9 +221,10 @@ def find_stacks(leaves: Leaves) -> list[Stack]:
     names = ", ".join((similar or list(leaves))[:6]) or "nothing"
     raise InputError(
         "params hold no attention layers with the names of a known project, only "
-        f"{names}: if all layers have equal linear projections from and to all channels, rename "
-        "them for the call to timm's, blocks.0.attn.qkv.weight and blocks.0.attn.proj.weight, and "
-        "transpose Flax kernels to torch's [out, in]; other attention is not supported"
+        f"{names}: if all layers have linear projections of the same shape, from and to all "
+        "channels, pass them under timm's names, blocks.0.attn.qkv.weight and "
+        "blocks.0.attn.proj.weight, with Flax kernels transposed to torch's [out, in]; other "
+        "attention is not supported"
     )
 
 
@@ -245,7 +246,7 @@ def _stacks(leaves: Leaves, layout: Layout) -> list[Stack]:
 
 
 def _numbered(names: Iterable[str]) -> list[list[str]]:
-    """Returns groups of names that differ in their layer number, in the order of these numbers.
+    """Returns groups of names that differ only in their layer number, sorted by that number.
 
     The layer number is the last number in which otherwise equal names differ.
     """
@@ -265,6 +266,6 @@ def _numbered(names: Iterable[str]) -> list[list[str]]:
 
 
 def shared_parts(*names: str) -> int:
-    """Returns the number of first parts that names have in common."""
+    """Returns the number of leading parts that names have in common."""
     columns = zip(*(name.split(".") for name in names), strict=False)
     return len(list(itertools.takewhile(lambda column: len(set(column)) == 1, columns)))

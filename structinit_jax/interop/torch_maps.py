@@ -11,16 +11,16 @@ from structinit_jax.errors import InputError
 def torch_maps(model: Any, images: Any) -> list[Float[np.ndarray, "B h T T"]]:
     """Records the attention maps that a torch model computes.
 
-    These are the results of every softmax over square logits [..., T, T], also of those inside
+    These are the results of every softmax over square logits [..., T, T], including those inside
     `scaled_dot_product_attention`; in Swin, B is the number of windows.
 
     Args:
       model: A `torch.nn.Module` that is not compiled. It is called in evaluation mode.
-      images: Its input, a tensor [B, C, H, W] with normalized channels.
+      images: The model's input, a tensor [B, C, H, W] with normalized channels.
 
     Returns:
-      The maps in the order in which the model computes them, over all T tokens, class and register
-      tokens included.
+      The maps in the order in which the model computes them, over all T tokens, including class and
+      register tokens.
 
     Raises:
       InputError: No map was found.
@@ -36,7 +36,7 @@ def torch_maps(model: Any, images: Any) -> list[Float[np.ndarray, "B h T T"]]:
     class Recorder(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             kwargs = kwargs or {}
-            with self:  # in inference mode, operations that contain a softmax arrive whole
+            with self:  # in inference mode, operations that contain a softmax arrive intact
                 out = function.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
@@ -57,7 +57,7 @@ def torch_maps(model: Any, images: Any) -> list[Float[np.ndarray, "B h T T"]]:
             module.training = training
     if not found:
         raise InputError(
-            "model: its call computed no softmax over square logits [..., T, T]: pass one that is "
-            "not compiled, and whose attention torch computes"
+            "model: the call computed no softmax over square logits [..., T, T]: pass a model that "
+            "is not compiled and computes its attention in torch"
         )
     return found

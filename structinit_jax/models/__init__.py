@@ -1,4 +1,4 @@
-"""The model families, and their creation by the name of a family or your own class."""
+"""The model families, and functions that create a model by name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,10 +26,10 @@ VARIANTS = {
 
 
 def default_config(name: str) -> dict[str, Any]:
-    """Returns the options of `create_model` for a model, with every field at its default.
+    """Returns the `create_model` options of a model, with every field at its default.
 
-    The name is a family such as 'vit', a variant such as 'vit_tiny_patch16_224', or your own class
-    as 'module:Class' (see `model.Model`). Raises `InputError` for other names.
+    The name is a family such as 'vit', a variant such as 'vit_tiny_patch16_224', or your own class,
+    written 'module:Class' (see `model.Model`). Raises `InputError` for other names.
     """
     family, changes = VARIANTS.get(name, (name, {}))
     model = errors.find(family, FAMILIES | VARIANTS, "name")
@@ -37,11 +37,11 @@ def default_config(name: str) -> dict[str, Any]:
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
-    """Raises `InputError` unless these are a name and valid fields of its family."""
+    """Raises `InputError` unless `fields` holds a model name and valid fields for that model."""
     fields = dict(fields)
     name = fields.pop("name")
     model = errors.find(name, FAMILIES, "name")
-    if name in FAMILIES:  # a class of your own checks its fields itself
+    if name in FAMILIES:  # your own classes check their fields themselves
         errors.check_fields(model.__init__, fields)
 
 
@@ -50,16 +50,16 @@ def create_model(
 ) -> nnx.Module:
     """Builds a model with its default initial values, drawn from the `params` stream of `rngs`.
 
-    `model.initialize_attention(scheme, rng)` then writes a scheme's values into the model.
+    To apply a scheme afterwards, call `model.initialize_attention(scheme, rng)`.
 
     Args:
-      options: The `name` of a model, as in `default_config`, and fields in place of its defaults.
-      image_size: Height and width of the images in pixels. None takes the options' `image_size`.
+      options: The `name` of a model, as in `default_config`, and fields that override its defaults.
+      image_size: Height and width of the images in pixels. None keeps the model's `image_size`.
       channels: Number of channels of the images.
       rngs: Random streams.
 
     Raises:
-      InputError: The model is unknown, or its sizes do not fit each other.
+      InputError: The model is unknown, or its sizes are inconsistent.
     """
     options = dict(options)
     name = options.pop("name")

@@ -1,13 +1,13 @@
 """Self-attention as functions: projection, rotary positions, and softmax(Q Kᵀ / √d + bias) V.
 
-Where they run is decided when a model is traced:
+The implementation is chosen when a model is traced:
 
-| type | device | bias | product for query, key and value | attention |
+| type | device | bias | products for query, key and value | attention |
 |---|---|---|---|---|
 | float32 | any | any | three | `_attend_with_xla` |
 | bfloat16 | CPU, TPU, other GPUs | any | three | `_attend_with_xla` |
-| bfloat16 | CUDA | none | one | cuDNN, if it takes the heads |
-| bfloat16 | CUDA | one | one | `_attend_with_xla` |
+| bfloat16 | CUDA | no | one | cuDNN, if it supports the head size |
+| bfloat16 | CUDA | yes | one | `_attend_with_xla` |
 """
 
 import math
@@ -26,9 +26,9 @@ from structinit_jax.models.layers import RESIDUAL
 def project(
     x: Float[Array, "B N D"], layers: tuple[nnx.LinearGeneral, ...]
 ) -> tuple[Float[Array, "B N h d"], ...]:
-    """Applies linear layers of one size to the same tokens.
+    """Applies linear layers of equal size to the same tokens.
 
-    On CUDA devices in bfloat16 they are one product, with which the program of a step of ViT-B/16
+    In bfloat16 on CUDA devices, the layers are fused into one product, so a ViT-B/16 training step
     accesses 6 % fewer bytes. On TPUs it would access 8 % fewer (v5e) or 2 % more (v5p).
     """
 
@@ -51,8 +51,8 @@ def _project_at_once(x, layers):
 
 
 def rotate(x: Float[Array, "B N h d"], angles: Float[np.ndarray, "N p"]) -> Float[Array, "B N h d"]:
-    """Rotates the pairs of channels (2 k, 2 k + 1) of each head by angles (RoPE), in float32."""
-    # Channel 2 k takes (cos, -sin) of itself and its neighbor, channel 2 k + 1 (cos, sin).
+    """Rotates channel pairs (2 k, 2 k + 1) of each head by the given angles (RoPE), in float32."""
+    # Channel 2 k weights itself and its neighbor by (cos, -sin), channel 2 k + 1 by (cos, sin).
     signs = np.tile(np.float32([-1, 1]), angles.shape[1])
     cos = jnp.asarray(np.repeat(np.cos(angles), 2, axis=1))[None, :, None]
     sin = jnp.asarray(np.repeat(np.sin(angles), 2, axis=1) * signs)[None, :, None]
@@ -79,25 +79,25 @@ def dot_product_attention(
 ) -> Float[Array, "B N h d"]:
     """Returns softmax(query·key / √d + bias)·value, with logits and softmax in float32.
 
-    No array [B, h, N, N] is kept for the gradient. Programs for CUDA devices call cuDNN in
-    bfloat16, unless there is a bias: with one, its gradients have been NaN, see PyTorch's issue
-    196678 and JAX's issue 32242.
+    No [B, h, N, N] array is kept for the gradient. On CUDA devices, bfloat16 inputs without a bias
+    use cuDNN. With a bias, cuDNN's gradients have been NaN; see PyTorch's issue 196678 and JAX's
+    issue 32242.
     """
-    if bias is None and _cudnn_takes(query, key, value):
+    if bias is None and _cudnn_supports(query, key, value):
         return jax.lax.platform_dependent(
             query, key, value, cuda=_attend_with_cudnn, default=_attend_with_xla
         )
     return _attend_with_xla(query, key, value, bias)
 
 
-def _cudnn_takes(query, key, value):
+def _cudnn_supports(query, key, value):
     if query.dtype != jnp.bfloat16 or _has_old_gpu():
         return False
-    if jax.typeof(query).sharding.mesh.explicit_axes:  # JAX's gradient of the call drops them
+    if jax.typeof(query).sharding.mesh.explicit_axes:  # the cuDNN call's gradient drops them
         return False
     try:
         jax.eval_shape(_attend_with_cudnn, query, key, value)
-    except RuntimeError:  # JAX finds no cuDNN, or cuDNN takes no heads of this size
+    except RuntimeError:  # JAX finds no cuDNN, or cuDNN does not support this head size
         return False
     return True
 
@@ -110,14 +110,14 @@ def _has_old_gpu():
 
 def _attend_with_cudnn(query, key, value):
     num_tokens = query.shape[1]
-    # JAX takes the gradient for even numbers of tokens only.
+    # JAX supports the gradient only for even numbers of tokens.
     padding = ((0, 0), (0, num_tokens % 2), (0, 0), (0, 0))
     query, key, value = (
         checkpoint_name(jnp.pad(x, padding), RESIDUAL) for x in (query, key, value)
     )
-    # Without lengths, even where nothing is padded, cuDNN's gradients can be NaN unless tokens fill
-    # its tiles (issues 160 and 1072 of NVIDIA/cudnn-frontend). They are constant, but depend on the
-    # queries to be batched and sharded with them, without which JAX's vmap fails.
+    # Without lengths, even with no padding, cuDNN's gradients can be NaN unless tokens fill its
+    # tiles (issues 160 and 1072 of NVIDIA/cudnn-frontend). The lengths are constant, but computed
+    # from the queries so that they are batched and sharded alike; otherwise JAX's vmap fails.
     lengths = jnp.where(query[:, 0, 0, 0] > 0, np.int32(num_tokens), np.int32(num_tokens))
     y = jax.nn.dot_product_attention(
         query,
@@ -134,14 +134,14 @@ def _attend_with_cudnn(query, key, value):
 def _attend_with_xla(query, key, value, bias=None):
     """Recomputes the maps for the gradient, as FlashAttention does (Dao et al. 2022).
 
-    `jax.jvp` works on gradients only. On CPUs, JAX's own attention with its gradient takes 1.2 to
-    2.7 times as long with 197 or 256 tokens.
+    `jax.jvp` can differentiate the gradient, but not the function itself. On CPUs, JAX's own
+    attention and its gradient take 1.2 to 2.7 times as long with 197 or 256 tokens.
     """
     return _attend_forward(query, key, value, bias)[0]
 
 
 def _attend_forward(query, key, value, bias):
-    # Heads come first, since the products over tokens are slow on CPUs in any other layout.
+    # Heads come first because products over tokens are slow on CPUs in any other layout.
     query, key, value = (
         checkpoint_name(jnp.swapaxes(x, 1, 2), RESIDUAL) for x in (query, key, value)
     )
@@ -156,7 +156,7 @@ def _attend(query, key, value, bias):
     largest = logits.max(axis=-1, keepdims=True)
     exponentials = jnp.exp(logits - largest)
     total = exponentials.sum(axis=-1, keepdims=True)
-    # The sum divides the product rather than the maps, d columns instead of M.
+    # Normalize the product rather than the maps: d columns instead of M.
     y = jnp.einsum(
         "bhnm,bhmd->bhnd",
         exponentials.astype(value.dtype),
@@ -169,14 +169,14 @@ def _attend(query, key, value, bias):
 def _by_image(function, bias, *arrays):
     """Returns function(*arrays, bias), computed image by image on CPUs if the maps are large.
 
-    The maps of one image fit in a CPU's cache, and those of a batch do not.
+    The maps of one image fit in a CPU's cache; the maps of a whole batch do not.
     """
 
     def at_once(*arrays):
         return function(*arrays, bias)
 
     def in_turn(*arrays):
-        # A batch is split over the devices in equal parts, of which each turn takes one image.
+        # The batch is split equally over the devices; each turn takes one image from every part.
         num_parts = math.gcd(batch, jax.device_count())
         turns = [jnp.swapaxes(x.reshape(num_parts, -1, *x.shape[1:]), 0, 1) for x in arrays]
         results = jax.lax.map(lambda turn: at_once(*turn), turns)
@@ -215,7 +215,7 @@ def _gradients(query, key, value, y, normalizer, gradient, bias):
     map_gradient = jnp.einsum(
         "bhnd,bhmd->bhnm", gradient, value, preferred_element_type=jnp.float32
     )
-    # The mean of a row of map_gradient, weighted by the map, is a product over d instead of M.
+    # The map-weighted mean of each map_gradient row is computed as a product over d instead of M.
     mean = jnp.einsum("bhnd,bhnd->bhn", gradient, y, preferred_element_type=jnp.float32)
     logit_gradient = maps * (map_gradient - mean[..., None])
     bias_gradient = None

@@ -35,8 +35,8 @@ class FixedWeight(nnx.Variable):
 class ConvMixer(Model):
     """Patch embedding, a stack of depthwise and pointwise convolutions, average pooling, head.
 
-    In training (a call with `rng`), activations are normalized by the statistics of the batch (the
-    global batch, under `jit` over a mesh), and the running statistics are updated in place.
+    In training (a call with `rng`), activations are normalized with batch statistics (of the global
+    batch, under `jit` with a mesh), and the running statistics are updated in place.
     Evaluation uses the running statistics.
 
     >>> sizes = dict(image_size=32, channels=3, num_classes=10, width=16, depth=2)
@@ -44,13 +44,13 @@ class ConvMixer(Model):
 
     Args:
       depth: Number of blocks L.
-      kernel_size: Kernel size f of the depthwise convolutions. An even one reaches farther down and
-        to the right.
-      spatial_filters: 'trained', or 'fixed': the filters and their biases are not trained.
+      kernel_size: Kernel size f of the depthwise convolutions. An even kernel extends farther down
+        and to the right.
+      spatial_filters: 'trained', or 'fixed' to leave the filters and their biases untrained.
     """
 
     # The last three are the 2024 paper's CIFAR-10 models (table 4; also with kernel sizes 3 and 8).
-    # Depth 6 for width 512 is the program's; the paper's text says 8.
+    # For width 512, the published code has depth 6; the paper's text says 8.
     VARIANTS: ClassVar = {
         "convmixer_1024_20_ks9_p14": _IMAGENET | dict(patch_size=14, width=1024),
         "convmixer_1536_20": _IMAGENET | dict(patch_size=7, width=1536),
@@ -79,7 +79,7 @@ class ConvMixer(Model):
         rngs: nnx.Rngs,
     ):
         del base_init  # timm keeps PyTorch's defaults here.
-        token_grid(image_size, patch_size)  # It raises unless patches fill the image.
+        token_grid(image_size, patch_size)  # Raises unless patches fill the image.
         self.depth = depth
         self.drop_path = drop_path
         self.remat = remat
@@ -155,7 +155,7 @@ class ConvMixerBlock(layers.StackedBlock):
 class DepthwiseConv(nnx.Module):
     """A convolution with one f × f filter and bias per channel, zero-padded like PyTorch's 'same'.
 
-    It is not `nnx.Conv`, since its kernel [f, f, D] and its bias may be `FixedWeight`s.
+    `nnx.Conv` is not used because the kernel [f, f, D] and the bias can be `FixedWeight`s.
     """
 
     def __init__(self, width: int, kernel_size: int, *, fixed: bool, dtype, rngs: nnx.Rngs):
@@ -174,10 +174,10 @@ class DepthwiseConv(nnx.Module):
 def convolve_depthwise(
     x: Float[Array, "B rows cols D"], kernel: Float[Array, "f f D"]
 ) -> Float[Array, "B rows cols D"]:
-    """Convolves each channel with its filter, zero-padded; pads an even kernel more at the end.
+    """Convolves each channel with its filter, zero-padded (for even kernels, more at the end).
 
-    XLA's grouped convolutions are slow on CPUs, where shifted products train a small ConvMixer more
-    than ten times as fast.
+    XLA's grouped convolutions are slow on CPUs: with shifted products, a small ConvMixer trains
+    more than ten times as fast there.
     """
     return jax.lax.platform_dependent(x, kernel, cpu=_add_shifted, default=_convolve)
 
@@ -209,7 +209,7 @@ def _add_shifted(x, kernel):
 class BatchNorm(nnx.Module):
     """PyTorch's BatchNorm2d: momentum 0.1, epsilon 1e-5, computed in float32.
 
-    It is not `nnx.BatchNorm`, which records the biased variance; PyTorch records the unbiased one.
+    `nnx.BatchNorm` is not used: it records the biased variance, PyTorch the unbiased one.
     """
 
     momentum = 0.1
@@ -224,7 +224,7 @@ class BatchNorm(nnx.Module):
     def __call__(
         self, x: Float[Array, "B rows cols D"], *, training: bool
     ) -> Float[Array, "B rows cols D"]:
-        """Normalizes each channel; training uses and records the statistics of the batch."""
+        """Normalizes each channel; training uses batch statistics and records them."""
         wide = x.astype(jnp.float32)
         mean = self.mean[...]
         variance = self.variance[...]

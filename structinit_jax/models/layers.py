@@ -1,4 +1,4 @@
-"""Layers that the model families share, with timm's conventions.
+"""Layers shared by the model families, with timm's conventions.
 
 The conventions are an exact (erf) GELU and a LayerNorm with epsilon 1e-6. `dtype` is the type of
 the computation; parameters are float32 and drawn from the `params` stream of `rngs`.
@@ -23,27 +23,26 @@ from structinit_jax.errors import InputError
 Rng = PRNGKeyArray | None
 
 
-# A training step keeps arrays of this `jax.checkpoint` name in addition to products.
+# `jax.checkpoint` name of arrays that a training step keeps in addition to products.
 RESIDUAL = "residual"
 
 
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Computes the exact GELU, x Φ(x), in float32.
 
-    `jax.nn.gelu` is written with erfc, with which a training step of ViT-Ti/16 takes 4 % longer on
-    CPUs.
+    `jax.nn.gelu` uses erfc, which makes a training step of ViT-Ti/16 take 4 % longer on CPUs.
     """
     wide = x.astype(jnp.float32)
     return (wide * (0.5 + 0.5 * jax.lax.erf(wide * 0.5**0.5))).astype(x.dtype)
 
 
 def truncated_normal(rng, shape, dtype=jnp.float32, out_sharding=None):
-    """Initializes as timm's ViT and Swin do, with a standard deviation of 0.02."""
+    """Initializes like timm's ViT and Swin, with a standard deviation of 0.02."""
     return draw_flat(functools.partial(trunc_normal, std=0.02, dtype=dtype), rng, shape)
 
 
 def uniform(bound: float) -> nnx.Initializer:
-    """Returns PyTorch's default initializer of weights and biases; `bound` is fan_in^-1/2."""
+    """Returns PyTorch's default initializer for weights and biases; `bound` is fan_in^-1/2."""
 
     def init(rng, shape, dtype=jnp.float32, out_sharding=None):
         draw = functools.partial(jax.random.uniform, dtype=dtype, minval=-bound, maxval=bound)
@@ -70,7 +69,7 @@ BASE_INITS: dict[BaseInit, LinearInit] = {"timm": timm_init, "pytorch": pytorch_
 
 
 def drop_path(x: Float[Array, "B *rest"], rate: Float[Array, ""] | None, rng: Rng) -> Array:
-    """Drops the residual branch of whole examples (stochastic depth, Huang et al. 2016).
+    """Drops the residual branch of random examples (stochastic depth, Huang et al. 2016).
 
     Without a rate or a random key, nothing is dropped.
     """
@@ -82,9 +81,9 @@ def drop_path(x: Float[Array, "B *rest"], rate: Float[Array, ""] | None, rng: Rn
 
 
 def set_weight(variable: nnx.Variable, field: str, value: Array | np.ndarray | None) -> None:
-    """Sets a variable to a weight of a scheme, if that is not None.
+    """Sets a variable to a scheme's weight, unless the weight is None.
 
-    Raises `InputError` if the shapes differ. The assignment alone would broadcast, for example the
+    Raises `InputError` if the shapes differ. Assignment alone would broadcast, for example the
     weights of one layer to all layers.
     """
     if value is not None:
@@ -98,14 +97,14 @@ def layer_norm(width: int, *, dtype, rngs: nnx.Rngs, epsilon: float = 1e-6) -> n
 
 
 def dot_general(x: Array, kernel: Array, dimension_numbers, **options) -> Array:
-    """Computes the product of a linear layer of Flax, whose argument of this name it is.
+    """Computes the product in Flax's linear layers, as their `dot_general` argument.
 
-    On CPUs, the kernel's gradient is a product of two matrices. With JAX's own, which sums over
-    examples and tokens, XLA transposes an operand first, and takes 1.1 to 4.6 times as long.
-    `jax.jvp` works on gradients only.
+    On CPUs, the kernel's gradient is a product of two matrices. In JAX's own gradient, which sums
+    over examples and tokens, XLA transposes an operand first and takes 1.1 to 4.6 times as long.
+    `jax.jvp` can differentiate the gradient, but not the function itself.
     """
     product = functools.partial(jax.lax.dot_general, dimension_numbers=dimension_numbers, **options)
-    if jax.typeof(x).sharding.mesh.explicit_axes:  # JAX could not tell how rows are split
+    if jax.typeof(x).sharding.mesh.explicit_axes:  # JAX cannot infer how rows are sharded
         return product(x, kernel)
     num_axes = len(dimension_numbers[0][0])
     num_inputs = math.prod(kernel.shape[:num_axes])
@@ -135,7 +134,7 @@ def dot_general(x: Array, kernel: Array, dimension_numbers, **options) -> Array:
 class PatchEmbedding(nnx.Module):
     """Maps each p × p patch to a token, like a convolution of size and stride p.
 
-    It is a matrix product rather than `nnx.Conv`: the product's gradient is deterministic on GPUs,
+    It uses a matrix product, not `nnx.Conv`: the product's gradient is deterministic on GPUs,
     whereas cuDNN's need not be. Its initial values are those of PyTorch's Conv2d, as in timm.
     """
 
@@ -151,19 +150,20 @@ class PatchEmbedding(nnx.Module):
     ) -> Float[Array, "B rows cols D"]:
         """Returns one token per patch.
 
-        Raises `InputError` for integers, other channels, or another grid if that is given.
+        Raises `InputError` for integer images, a wrong number of channels or, if `grid` is given,
+        another grid.
         """
         p, _, channels, _ = self.kernel.shape
         rows, cols = grid or (side // p for side in images.shape[1:3])
-        # The product would broadcast a single channel of the kernel, and positions fit any grid
-        # with as many tokens. Integers are pixels that were not normalized.
+        # Otherwise the product would broadcast a kernel with a single channel, and positions would
+        # fit any grid with the same number of tokens. Integers are pixels before normalization.
         shape = (rows * p, cols * p, channels)
         if images.shape[1:] != shape or not jnp.issubdtype(images.dtype, jnp.floating):
             raise InputError(
                 f"images have type {images.dtype} and shape {images.shape}, but the model needs "
-                f"normalized ones, floating-point with shape (B, {', '.join(map(str, shape))})"
+                f"normalized floating-point images of shape (B, {', '.join(map(str, shape))})"
             )
-        # A batch that is split over an explicit mesh needs these two steps instead of one.
+        # A batch that is sharded over an explicit mesh needs two reshapes instead of one.
         batch = images.shape[0]
         patches = images.reshape(batch, rows, p, cols * p, channels)
         patches = patches.reshape(batch, rows, p, cols, p, channels)
@@ -188,10 +188,10 @@ class Mlp(nnx.Module):
 
 
 class StackedBlock(nnx.Module):
-    """Base class of the blocks of which a model has a stack, see `model.make_stack`.
+    """Base class of blocks to be stacked by `model.make_stack`.
 
-    A trainer may set `hook` of a stack to a function that `model.run_stack` calls with each block,
-    and whose result it runs instead.
+    A trainer can set a stack's `hook` to a function; `model.run_stack` calls it with each block and
+    runs the block that it returns.
     """
 
     hook: Callable[[nnx.Module], nnx.Module] | None = None

@@ -33,16 +33,16 @@ class MlpMixer(Model):
     It needs no positions: token mixing has separate weights for each token. timm's initial weights
     are Xavier uniform in the MLPs, LeCun normal in the patch embedding, zero in the head.
 
-    Use base_init='pytorch' for gray patches of one pixel: without biases, all embedded pixels are
-    multiples of one vector, of which LayerNorm leaves only the sign.
+    Use base_init='pytorch' for one-pixel grayscale patches: without biases, all embedded pixels are
+    multiples of one vector, and LayerNorm preserves only their sign.
 
     >>> sizes = dict(image_size=32, patch_size=8, channels=3, num_classes=10, width=16, depth=2)
     >>> model = si.MlpMixer(**sizes, rngs=nnx.Rngs(0))
 
     Args:
       depth: Number of blocks L.
-      token_mlp_ratio: Hidden width of the token-mixing MLP over D (not over N).
-      mlp_ratio: Hidden width of the channel MLP over D.
+      token_mlp_ratio: Ratio of the token-mixing MLP's hidden width to D (not to N).
+      mlp_ratio: Ratio of the channel-mixing MLP's hidden width to D.
     """
 
     VARIANTS: ClassVar = {

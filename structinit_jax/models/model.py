@@ -1,8 +1,8 @@
-"""The base class of the model families, and stacks of equal blocks.
+"""The base class of the model families, and stacks of identical blocks.
 
 Modules hold parameters and no random state, so they are plain pytrees. A call takes a random key
-`rng`, or None for evaluation. A stack of blocks is one module: that of a block, with a leading
-layer axis on each variable.
+`rng`, or None for evaluation. A stack of blocks is a single block module whose variables have a
+leading layer axis.
 """
 
 from __future__ import annotations  # so that signatures show the names of checked types
@@ -39,8 +39,8 @@ def _keep_costly(primitive, *args, **params):
     """Keeps the arrays that are small or costly to compute; the rest is faster to recompute.
 
     It keeps the outputs of linear layers, convolutions and cuDNN's attention, and the arrays that
-    layers name. It recomputes the products inside `attention.dot_product_attention`, which are as
-    large as attention maps.
+    layers name `RESIDUAL`. It recomputes the products inside `attention.dot_product_attention`,
+    which are as large as attention maps.
     """
     kept = _KEEP_LINEAR(primitive, *args, **params) or _KEEP_NAMED(primitive, *args, **params)
     return kept or primitive.name in _COSTLY
@@ -60,8 +60,8 @@ Remat = Literal["none", "dots", "full"]
 class Model(nnx.Module):
     """Base class of the model families.
 
-    A family defines a constructor, `sites` and `__call__`, and may give changes to the defaults
-    names in `VARIANTS`. The constructor takes these arguments and those of the family:
+    A family defines a constructor, `sites` and `__call__`. In `VARIANTS`, it can name sets of
+    changes to the defaults. The constructor takes the family's own arguments and these:
 
     Args:
       image_size: Side of the images in pixels, or (height, width).
@@ -69,25 +69,25 @@ class Model(nnx.Module):
       num_classes: Number of classes.
       patch_size: Side of a patch in pixels.
       width: Number of channels D of a token.
-      drop_path: Rate of the last block, linear from 0; in MLP-Mixer of all blocks.
-      base_init: Initial weights, 'timm' as in timm's model or 'pytorch', the defaults of PyTorch's
-        layers, which timm keeps in ConvMixer.
+      drop_path: Rate in the last block, rising linearly from 0; in MLP-Mixer, in all blocks.
+      base_init: Initial weights: 'timm' for those of timm's model, or 'pytorch' for the defaults of
+        PyTorch's layers, which timm keeps in ConvMixer.
       dtype: Type of the computation, 'float32' or 'bfloat16'. Parameters are float32.
-      remat: What the training step recomputes to save memory, from little to much: 'none', 'dots'
-        or 'full' (see `run_stack`).
+      remat: How much the training step recomputes to save memory, in increasing order: 'none',
+        'dots' or 'full' (see `run_stack`).
       attention_init: Scheme for the initial weights of the stacks. None keeps the family's own.
       rngs: Random streams. Initial weights are drawn from the stream `params`.
 
     Raises:
-      InputError: An argument is invalid, or the sizes or the scheme do not fit.
+      InputError: An argument is invalid, the sizes are inconsistent, or the scheme does not fit.
     """
 
     VARIANTS: ClassVar[Mapping[str, dict[str, Any]]] = {}
 
     def __init_subclass__(cls, **options):
-        """Sets what `help` shows: the signature and, after the family's own, the shared arguments.
+        """Sets what `help` shows: the signature, and the shared arguments after the family's own.
 
-        NNX's metaclass would show (*args, **kwargs).
+        NNX's metaclass would show (*args, **kwargs) as the signature.
         """
         super().__init_subclass__(**options)
         _, *parameters = inspect.signature(cls.__init__).parameters.values()
@@ -101,7 +101,7 @@ class Model(nnx.Module):
     def default_config(cls) -> dict[str, Any]:
         """Returns the fields of `config.model`: the constructor's arguments that have a default.
 
-        `attention_init`, which has a section of its own in the config, is not among them.
+        `attention_init` is not included because it has its own section in the config.
         """
         parameters = inspect.signature(cls.__init__).parameters
         fields = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
@@ -109,22 +109,22 @@ class Model(nnx.Module):
         return fields
 
     def sites(self) -> dict[str, Site]:
-        """Returns a site for each stack that a scheme initializes, by the stack's attribute.
+        """Returns a site for each stack that a scheme initializes, keyed by the stack's attribute.
 
-        The stack has a method `set_weights` that takes what a scheme returns for the site. Trained
-        positions are the model's `positions`, class token first; a scheme may also set its
-        `patch_embedding`.
+        The stack has a `set_weights` method that takes what a scheme returns for the site. Trained
+        positions are in the model's `positions`, class token first. A scheme can also set the bias
+        of the model's `patch_embedding`.
         """
         return {}
 
     def __call__(
         self, images: Float[Array, "B H W C"], *, rng: Rng = None, with_maps: bool = False
     ) -> tuple[Float[Array, "B classes"], dict[str, Any]]:
-        """Computes logits of normalized images, and the intermediates by name.
+        """Computes the logits of normalized images, and intermediates by name.
 
         Logits are float32 for every dtype, because the loss exponentiates them. `rng` is the random
         key for drop path in training, None in evaluation. `with_maps` adds attention maps, whose
-        memory grows with the square of the number of tokens. To be analyzed, a stack has 'output'
+        memory grows with the square of the number of tokens. Analysis of a stack requires 'output'
         and 'attention_maps', with a layer axis, in the intermediate 'blocks'.
         """
         raise NotImplementedError
@@ -138,20 +138,20 @@ class Model(nnx.Module):
         return tuple("/".join(map(str, path)) for path in paths)
 
     def decays(self, path: Sequence[str | int]) -> bool:
-        """Whether weight decay applies to a parameter, given the names on its path in the model.
+        """Returns whether weight decay applies to a parameter, given its path in the model.
 
-        By default, it applies to kernels, as Flax's layers call their weights, and not to biases,
-        norms, positions and tokens. The rank of an array does not tell them apart: the biases of a
-        stack of attention layers have three axes.
+        By default, it applies to parameters named 'kernel', as weights are in Flax's layers, and
+        not to biases, norms, positions and tokens. An array's rank does not tell these apart: the
+        biases of a stack of attention layers have three axes.
         """
         return path[-1] == "kernel"
 
     def initialize_attention(self, scheme: AttentionInit, rng: PRNGKeyArray) -> dict[str, Weights]:
         """Replaces the initial weights of every stack with those of a scheme.
 
-        Some schemes also scale learned positions. No scheme undoes the scaling of an earlier one,
-        so initialize a new model for each. Returns what the scheme returned for each stack, by
-        name. Raises `InputError` if the scheme does not fit the model.
+        Some schemes also scale learned positions. A later scheme does not undo this, so use a new
+        model for each scheme. Returns what the scheme returned for each stack, by name. Raises
+        `InputError` if the scheme does not fit the model.
         """
         check_scheme(scheme)
         sites = self.sites()
@@ -193,24 +193,24 @@ def run_stack(
     cycle: Sequence[Mapping[str, Any]] = ({},),
     **options,
 ) -> tuple[Float[Array, "B *grid D"], dict[str, Array]]:
-    """Runs a stack of blocks, under `lax.scan` or, in programs for CUDA devices, one by one.
+    """Runs a stack of blocks with `lax.scan` or, on CUDA devices, one by one.
 
-    A scan compiles deep models as fast as shallow ones. With its copies into and out of stacked
-    arrays, the step of a ViT takes 17 to 35 % longer on an H100. A stack with a `hook` is scanned
-    there, too, which bounds memory.
+    A scan compiles deep models as fast as shallow ones, but its copies into and out of stacked
+    arrays make a ViT's training step take 17 to 35 % longer on an H100. A stack with a `hook` is
+    scanned on CUDA devices too, which bounds memory.
 
     A block is called as `block(x, drop_path_rate=..., rng=..., **options) -> (x, intermediates)`,
-    with None as the rate if all are zero. It may update its `nnx.BatchStat` variables in training.
-    `cycle` holds static arguments of successive blocks, repeated along the stack; a step of the
-    scan runs one cycle. In the results, intermediates have a leading layer axis.
+    with a rate of None if all are zero. It can update its `nnx.BatchStat` variables in training.
+    `cycle` holds static arguments of successive blocks and repeats along the stack; a step of the
+    scan runs one cycle. The returned intermediates have a leading layer axis.
 
-    `remat` says what a step keeps for the gradient instead of recomputing it: 'none' keeps
+    `remat` selects what a step keeps for the gradient instead of recomputing it: 'none' keeps
     what is costly to compute, 'dots' the outputs of linear layers, and 'full' only the step's
     input. All give the same gradients up to rounding.
     """
     depth = len(drop_path_rates)
     period = len(cycle)
-    whole = depth - depth % period  # This many blocks are in whole cycles.
+    whole = depth - depth % period  # Number of blocks in complete cycles.
     rates = jnp.asarray(drop_path_rates) if drop_path_rates.any() else None
     rngs = None if rng is None else jax.random.split(rng, depth)
     layers = (blocks, rates, rngs)
@@ -229,15 +229,15 @@ def run_stack(
     policy = REMAT_POLICIES[remat]
 
     def scan(x, steps):
-        # Only outside loops can XLA merge what the backward pass recomputes with the forward pass,
-        # and it unrolls a scan of one step.
+        # XLA can merge what the backward pass recomputes with the forward pass only outside loops,
+        # such as in a scan of one step, which it unrolls.
         step = jax.checkpoint(run_cycle, policy=policy, prevent_cse=whole == period)
         return jax.lax.scan(step, x, steps)
 
     def unroll(x, steps):
         step = jax.checkpoint(run_cycle, policy=policy, prevent_cse=remat != "none")
-        # Learned positions are a sum over the batch in the backward pass, for which XLA would give
-        # the tokens of all blocks a layout that products and attention must transpose.
+        # The gradient of learned positions is a sum over the batch. For it, XLA would give the
+        # tokens of all blocks a layout that products and attention must transpose.
         x = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
         return jax.lax.scan(step, x, steps, unroll=True)
 
@@ -260,14 +260,14 @@ def run_stack(
 
 
 def image_sides(image_size: int | Sequence[int]) -> tuple[int, int]:
-    """Returns (height, width) of an image size, where a single number is both."""
+    """Returns an image size as (height, width); a single number means both."""
     sides = (image_size,) * 2 if np.ndim(image_size) == 0 else tuple(image_size)
     require("image_size", image_size, "one number, or (height, width)", len(sides) == 2)
     return sides
 
 
 def token_grid(image_size: int | Sequence[int], patch_size: int) -> tuple[int, int]:
-    """Returns (rows, cols) of the patches; raises `InputError` if they do not fill the image."""
+    """Returns (rows, cols) of the patch grid; raises `InputError` if it does not fill the image."""
     sides = image_sides(image_size)
     needs = f"a multiple of patch_size={patch_size}"
     require("image_size", image_size, needs, not any(side % patch_size for side in sides))

@@ -28,9 +28,9 @@ from structinit_jax.models.model import (
 from structinit_jax.models.transformer import Block
 
 Sides = tuple[int, int]
-EPSILON = 1e-5  # Unlike timm's ViT, its Swin has this epsilon in every LayerNorm.
+EPSILON = 1e-5  # timm's Swin, unlike its ViT, uses this epsilon in every LayerNorm.
 UNSHIFTED = (0, 0)
-MASKED = -100.0  # As in timm, it is added to logits between tokens that a shift made neighbors.
+MASKED = -100.0  # As in timm, added to the logits between tokens that a shift made neighbors.
 
 _TINY = dict(width=96, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24), image_size=224, window_size=7)
 _SMALL = _TINY | dict(depths=(2, 2, 18, 2))
@@ -38,10 +38,10 @@ _BASE = _SMALL | dict(width=128, num_heads=(4, 8, 16, 32))
 
 
 class SwinTransformer(Model):
-    """Patch embedding, stages of windowed attention with patch merging between, pooling and head.
+    """Patch embedding, stages of windowed attention separated by patch merging, pooling and head.
 
     As in timm, any image size is accepted: grids are padded with zeros to whole windows, and to
-    even sides before patch merging; pixels after the last whole patch are dropped. Meshes with
+    even sides before patch merging; pixels beyond the last whole patch are dropped. Meshes with
     explicit axes are not supported.
 
     >>> sizes = dict(image_size=32, width=16, depths=(2, 1), num_heads=(2, 4), window_size=4)
@@ -49,11 +49,11 @@ class SwinTransformer(Model):
     >>> model = si.SwinTransformer(**sizes, attention_init=si.impulse(), **options)
 
     Args:
-      width: Number of channels D of the first stage. It doubles in each further stage.
-      depths: Number of blocks of each stage.
-      num_heads: Number of heads h of each stage.
-      mlp_ratio: Hidden width of the MLP over D.
-      window_size: Side of a window in tokens. A smaller grid is one window, unshifted.
+      width: Number of channels D of the first stage. It doubles in each later stage.
+      depths: Number of blocks in each stage.
+      num_heads: Number of heads h in each stage.
+      mlp_ratio: Ratio of the MLP's hidden width to D.
+      window_size: Side of a window in tokens. A smaller grid forms a single unshifted window.
     """
 
     VARIANTS: ClassVar = {
@@ -84,11 +84,11 @@ class SwinTransformer(Model):
         attention_init: AttentionInit | None = None,
         rngs: nnx.Rngs,
     ):
-        needs = f"a number for each stage, like depths={depths}"
+        needs = f"one number per stage, like depths={depths}"
         require("num_heads", num_heads, needs, lambda heads: len(heads) == len(depths))
         self.patch_size = patch_size
         self.grid = tuple(side // patch_size for side in image_sides(image_size))
-        self.depths = tuple(depths)  # a list in the JSON of a config
+        self.depths = tuple(depths)  # a list in JSON configs
         self.drop_path = drop_path
         self.base_init = base_init
         self.remat = remat
@@ -138,9 +138,9 @@ class SwinTransformer(Model):
         """Returns logits and intermediates; see `Model.__call__`.
 
         The intermediates are 'patch_embedding' [B, rows, cols, D] after its norm; 'stages', one
-        dict each, with 'merged' [B, r, c, E] (not in the first) and 'blocks': 'attention', 'mlp',
-        'output' [L, B, r, c, E] and 'attention_maps' [L, B, W, h, n, n] of the W windows of the
-        shifted and padded grid; 'pooled' [B, E] after the norm.
+        dict per stage, with 'merged' [B, r, c, E] (except in the first) and 'blocks': 'attention',
+        'mlp', 'output' [L, B, r, c, E] and 'attention_maps' [L, B, W, h, n, n] for the W windows of
+        the shifted and padded grid; 'pooled' [B, E] after the norm.
         """
         rates = np.linspace(0, self.drop_path, sum(self.depths), dtype=np.float32)
         rates = np.split(rates, np.cumsum(self.depths)[:-1])
@@ -160,9 +160,9 @@ class SwinTransformer(Model):
 
 
 class SwinStage(nnx.Module):
-    """Patch merging, in all stages but the first, then a stack of blocks, every second shifted.
+    """Patch merging (except in the first stage), then a stack of blocks, every second one shifted.
 
-    Along a side of the grid no longer than `window_size` there is one window and no shift.
+    A side of the grid that is no longer than `window_size` has one window and no shift.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class SwinBlock(Block):
         return y, {name: m.reshape(batch, -1, *m.shape[1:]) for name, m in maps.items()}
 
     def _bias(self, grid, shift, batch):
-        """Returns the bias of the logits, [1, h, n, n], or with a shift's mask [B W, h, n, n]."""
+        """Returns the logit bias [1, h, n, n], or [B W, h, n, n] if it includes a shift's mask."""
         bias = spread_bias(self.relative_position_bias[...], self.window)[None]
         if shift == UNSHIFTED:
             return bias
@@ -281,9 +281,10 @@ def shift_mask(grid: Sides, window: Sides, shift: Sides) -> Float[np.ndarray, "W
     """Returns the mask that is added to the logits of each window of a shifted grid.
 
     The last windows hold tokens from both ends of the grid, which must not attend to each other:
-    `MASKED` for such pairs, 0 for all others. As in timm, the grid ends after its padding.
+    the mask is `MASKED` for such pairs and 0 for all others. As in timm, the grid includes its
+    padding.
     """
-    wrapped = []  # whether a row or column was moved from the first end to the last
+    wrapped = []  # whether each row or column was moved from the start to the end
     for side, size, move in zip(grid, window, shift, strict=True):
         padded = side + -side % size
         wrapped.append(np.arange(padded) >= padded - move)
@@ -297,12 +298,12 @@ def shift_mask(grid: Sides, window: Sides, shift: Sides) -> Float[np.ndarray, "W
 def spread_bias(table: Float[Array, "R h"], window: Sides) -> Float[Array, "h n n"]:
     """Returns `table[relative_index(window)]`, the bias of each query and key, heads first.
 
-    It takes slices, since the gradient of indexing is a scatter, which adds in no fixed order on
+    It uses slices because the gradient of indexing is a scatter, which adds in no fixed order on
     GPUs.
     """
     rows, cols = window
     x = table.reshape(2 * rows - 1, 2 * cols - 1, -1)
-    x = jnp.moveaxis(_spread(x, rows), 2, 0)  # [columns apart, query's row, key's row, h]
+    x = jnp.moveaxis(_spread(x, rows), 2, 0)  # [column offset, query row, key row, h]
     x = _spread(x, cols).transpose(4, 2, 0, 3, 1)
     return x.reshape(-1, rows * cols, rows * cols)
 

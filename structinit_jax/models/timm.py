@@ -1,11 +1,11 @@
-"""Converts weights of our models to and from timm, and selects a smaller model's from a larger's.
+"""Converts weights to and from timm, and selects a smaller model's weights from a larger model.
 
 Each family lists the entries of timm's state dict: timm's name on the left, the paths of our arrays
 on the right. Our arrays have a leading axis for the layers that timm numbers.
 
-Ours are Flax's: kernels are [in, out] where torch has [out, in], convolutions [rows, cols, in, out]
-where it has [out, in, rows, cols], and attention keeps its heads h and their channels d as separate
-axes: query, key and value [D, h, d], output projection [h, d, D].
+Our layouts are Flax's: kernels are [in, out] where torch has [out, in], and convolution kernels are
+[rows, cols, in, out] where torch has [out, in, rows, cols]. Attention keeps heads h and their
+channels d as separate axes: query, key and value [D, h, d], output projection [h, d, D].
 """
 
 import math
@@ -29,9 +29,9 @@ from structinit_jax.models.swin import SwinTransformer
 from structinit_jax.models.vit import VisionTransformer
 
 StateDict = Mapping[str, Any]  # The values are NumPy or JAX arrays or torch tensors.
-# Older versions of timm saved these functions of the sizes with the weights of Swin.
+# Older versions of timm saved these buffers with Swin's weights; they depend only on the sizes.
 BUFFERS = ("attn.relative_position_index", "attn_mask")
-# Teacher and student must have equal sizes along these axes: channels of an image, and places in a
+# Teacher and student must have equal sizes along these axes: image channels, and positions in a
 # patch, window or image.
 PLACES = {
     "pos_embed": slice(1, 2),
@@ -46,7 +46,7 @@ PLACES = {
 def to_timm(model: nnx.Module) -> dict[str, np.ndarray]:
     """Returns all weights and running statistics of a model as timm's state dict.
 
-    Raises `InputError` for a model of your own, which timm does not know.
+    Raises `InputError` for your own model classes, which timm does not know.
     """
     entries = _entries(model)
     ours = {path: np.asarray(array) for path, array in _arrays_by_path(model).items()}
@@ -59,14 +59,14 @@ def to_timm(model: nnx.Module) -> dict[str, np.ndarray]:
 def from_timm(model: nnx.Module, state_dict: StateDict) -> None:
     """Loads timm's weights into a model of the same architecture, in place.
 
-    Prefixes of torch's DataParallel and `torch.compile` are removed from the names. Raises
-    `InputError` and leaves the model as it was if an entry is missing, of another shape, or
-    unexpected, such as register tokens.
+    Name prefixes of torch's DataParallel and `torch.compile` are removed. Raises `InputError` and
+    leaves the model unchanged if an entry is missing, has another shape, or is unexpected, such as
+    register tokens.
 
     >>> sizes = dict(image_size=8, channels=1, num_classes=10, patch_size=2, width=16)
     >>> model = si.MlpMixer(**sizes, depth=2, rngs=nnx.Rngs(0))
     >>> other = si.MlpMixer(**sizes, depth=2, rngs=nnx.Rngs(1))
-    >>> si.from_timm(model, si.to_timm(other))  # or the state_dict() of a model of timm
+    >>> si.from_timm(model, si.to_timm(other))  # or the state_dict() of a timm model
     """
     entries = _entries(model)
     old = _arrays_by_path(model)
@@ -82,7 +82,7 @@ def from_timm(model: nnx.Module, state_dict: StateDict) -> None:
         views = entry.views(ours)
         shape = (sum(map(len, views)), *views[0].shape[1:])
         needs = (
-            f"of the model's shape, {shape}: create the model for these weights, or use "
+            f"of the model's shape, {shape}: create a model that fits these weights, or use "
             "select_weights, which keeps the model's head and resamples the positions"
         )
         require(f"state_dict[{entry.name!r}]", tensor, needs, tensor.shape == shape)
@@ -97,7 +97,7 @@ def _arrays_by_path(model: nnx.Module) -> dict[str, Any]:
 
 
 def _read_names(state_dict: StateDict) -> dict[str, Any]:
-    """Returns the weights by timm's names, without buffers and the prefixes of wrappers."""
+    """Returns the weights by timm's names, without buffers and wrapper prefixes."""
     refuse_torch_module("state_dict", state_dict)
     wrappers = r"^(?:(?:module|_orig_mod)\.)+|(?<=\.)_orig_mod\."  # DataParallel, `torch.compile`
     return {
@@ -108,13 +108,13 @@ def _read_names(state_dict: StateDict) -> dict[str, Any]:
 
 
 def _check_names(missing: Collection[str], unexpected: Collection[str]) -> None:
-    """Raises `InputError` if there are names that only the model or only a state dict has."""
+    """Raises `InputError` if any names are only in the model or only in the state dict."""
     problems = {"state_dict has no": missing, "the model has no place for": unexpected}
     for problem, names in problems.items():
         if names:
             raise InputError(
                 f"{problem} {', '.join(sorted(names)[:5])}: use weights of the same family, pool "
-                "and depth; select_weights takes those of a deeper model too"
+                "and depth; select_weights also accepts the weights of a deeper model"
             )
 
 
@@ -122,13 +122,13 @@ def _check_names(missing: Collection[str], unexpected: Collection[str]) -> None:
 
 
 class Entry(NamedTuple):
-    """One tensor of timm.
+    """One tensor of timm's state dict.
 
     Attributes:
-      name: Its name there, with dots.
-      paths: Paths of our arrays that it holds, with slashes; several are fused along axis 0.
-      view: Returns a view of our array, without its layer axis, that has timm's axes.
-      layer: Index on the leading axis of our arrays if they stack all layers, else None.
+      name: timm's name, with dots.
+      paths: Paths of our arrays in this tensor, with slashes; several are fused along axis 0.
+      view: Returns a view, with timm's axes, of our array without its layer axis.
+      layer: Index along the leading axis of our arrays if they stack all layers, else None.
     """
 
     name: str
@@ -137,7 +137,7 @@ class Entry(NamedTuple):
     layer: int | None = None
 
     def views(self, ours: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        """Returns our arrays with timm's axes; what is written to them is written to ours."""
+        """Returns views of our arrays with timm's axes; writing to a view changes our array."""
         arrays = [ours[path] for path in self.paths]
         if self.layer is not None:
             arrays = [array[self.layer] for array in arrays]
@@ -165,7 +165,7 @@ def _pointwise(kernel):  # [in, out] -> [out, in, 1, 1]
 
 
 def _layer(name: str, *paths: str, kernel: Callable[[np.ndarray], np.ndarray]) -> list[Entry]:
-    """Returns the entries of a linear layer or convolution, whose view of our kernel is given."""
+    """Returns the entries of a linear layer or convolution; `kernel` is the kernel's view."""
     kernels = tuple(f"{path}/kernel" for path in paths)
     biases = tuple(f"{path}/bias" for path in paths)
     return [Entry(f"{name}.weight", kernels, kernel), Entry(f"{name}.bias", biases, np.ravel)]
@@ -184,7 +184,7 @@ def _batch_norm(name: str, path: str) -> list[Entry]:
 
 
 def _stack(name: str, path: str, depth: int, block: Collection[Entry]) -> Iterator[Entry]:
-    """Repeats the entries of a block for every layer of a stack of ours."""
+    """Repeats the entries of a block for every layer of our stack."""
     for layer in range(depth):
         for entry in block:
             paths = tuple(f"{path}/{end}" for end in entry.paths)
@@ -229,7 +229,7 @@ def _entries(model: nnx.Module) -> list[Entry]:
 
 
 def _vit(model: VisionTransformer) -> Iterator[Entry]:
-    """Lists timm's `VisionTransformer`, or with rotary positions its `Eva`."""
+    """Lists the entries of timm's `VisionTransformer` or, with rotary positions, `Eva`."""
     yield from _layer("patch_embed.proj", "patch_embedding", kernel=_conv)
     if model.pool == "class_token":
         yield Entry("cls_token", ("class_token",), lambda token: token[None, None])
@@ -246,7 +246,7 @@ def _vit(model: VisionTransformer) -> Iterator[Entry]:
 
 
 def _swin(model: SwinTransformer) -> Iterator[Entry]:
-    """Lists timm's `SwinTransformer`."""
+    """Lists the entries of timm's `SwinTransformer`."""
     yield from _layer("patch_embed.proj", "patch_embedding", kernel=_conv)
     yield from _norm("patch_embed.norm", "patch_norm")
     for i, depth in enumerate(model.depths):
@@ -262,7 +262,7 @@ def _swin(model: SwinTransformer) -> Iterator[Entry]:
 
 
 def _mixer(model: MlpMixer) -> Iterator[Entry]:
-    """Lists timm's `MlpMixer`."""
+    """Lists the entries of timm's `MlpMixer`."""
     yield from _layer("stem.proj", "patch_embedding", kernel=_conv)
     yield from _stack("blocks", "blocks", model.depth, MIXER_BLOCK)
     yield from _norm("norm", "norm")
@@ -270,7 +270,7 @@ def _mixer(model: MlpMixer) -> Iterator[Entry]:
 
 
 def _convmixer(model: ConvMixer) -> Iterator[Entry]:
-    """Lists timm's `ConvMixer`."""
+    """Lists the entries of timm's `ConvMixer`."""
     yield from _layer("stem.0", "patch_embedding", kernel=_conv)
     yield from _batch_norm("stem.2", "stem_norm")
     yield from _stack("blocks", "blocks", model.depth, CONVMIXER_BLOCK)
@@ -286,7 +286,7 @@ _FAMILIES: Mapping[type[Model], Callable[..., Iterator[Entry]]] = {
 
 
 def _computed(model: Model) -> dict[str, np.ndarray]:
-    """Returns the tensors that timm saves and our model computes or does not need."""
+    """Returns the tensors that timm saves but our model computes or does not need."""
     if isinstance(model, VisionTransformer) and model.position_kind == "sincos":
         return {"pos_embed": _sincos(model.grid, model.width, model.num_prefix)}
     if isinstance(model, ConvMixer):
@@ -304,7 +304,7 @@ def _sincos(grid, width, num_prefix):
 def _check_sincos(table: np.ndarray, model: VisionTransformer) -> None:
     """Raises `InputError` unless a table is the sin-cos encoding of the model's or a square grid.
 
-    The weights may be of another image size.
+    The weights can come from a model for another image size.
     """
     *_, num_tokens, width = table.shape
     side = math.isqrt(max(num_tokens - model.num_prefix, 0))
@@ -324,19 +324,19 @@ def _check_sincos(table: np.ndarray, model: VisionTransformer) -> None:
 
 
 def select_weights(teacher: StateDict, student: nnx.Module) -> nnx.Module:
-    """Returns a copy of one of our models with the weights selected from a larger model of timm.
+    """Returns a copy of one of our models with weights selected from a larger timm model.
 
     This is the method of Xu et al. 2024, "Initializing Models with Larger Ones" (arXiv:2311.18823).
-    The student takes the teacher's first layers. If it has m of the teacher's n elements along an
-    axis, it takes every (n / m)-th element from the first on if m divides n, else the elements
-    nearest to m evenly spaced points from the first to the last.
+    The student takes the teacher's first layers. Along an axis of n elements in the teacher and m
+    in the student, it takes every (n / m)-th element, starting with the first, if m divides n, else
+    the elements nearest to m evenly spaced points from the first to the last.
 
-    Weights are selected in timm's layout. As in the published program, query, key and value are
-    then 3 h d outputs of one linear layer, so a student's head may mix channels of several heads.
+    Weights are selected in timm's layout. As in the published code, query, key and value are then
+    3 h d outputs of one linear layer, so a student's head can mix channels of several heads.
 
     Patch and window size must be equal. A learned position table of another grid is first
-    resampled, as timm does it; the table's grid is taken to be square. The head, fixed position
-    encodings and integers stay the student's.
+    resampled, as in timm; the table's grid is assumed to be square. The student keeps its own head,
+    fixed position encodings and integers.
 
     >>> sizes = dict(image_size=8, channels=1, num_classes=10, patch_size=2)
     >>> teacher = si.to_timm(si.MlpMixer(**sizes, width=32, depth=3, rngs=nnx.Rngs(0)))
@@ -354,7 +354,7 @@ def select_weights(teacher: StateDict, student: nnx.Module) -> nnx.Module:
     small = {name: array for name, array in own.items() if not name.startswith("head.")}
     read = _read_names(teacher)
     large = {name: array for name, array in read.items() if not name.startswith("head.")}
-    layers = {_without_numbers(name) for name in small}  # the teacher may have more of them
+    layers = {_without_numbers(name) for name in small}  # the teacher can have more layers
     _check_names(
         missing=small.keys() - large.keys(),
         unexpected={name for name in large if _without_numbers(name) not in layers},
@@ -386,7 +386,7 @@ def _fit_positions(table: Any, student: VisionTransformer) -> Any:
 def resample_positions(
     positions: Float[Array, "T D"], old_grid: tuple[int, int], new_grid: tuple[int, int]
 ) -> Float[Array, "S D"]:
-    """Resamples learned positions to another grid, bicubic with antialiasing as in timm.
+    """Resamples learned positions to another grid, bicubically with antialiasing as in timm.
 
     The position of a class token comes first and is kept. Grids are (rows, cols).
     """
@@ -402,7 +402,7 @@ def _select(name, teacher, shape):
     """Takes evenly spaced elements along every axis."""
     places = next((axes for end, axes in PLACES.items() if name.endswith(end)), slice(0))
     needs = (
-        f"at least {shape}, the student's, and equal to it along axes of pixels, their "
+        f"at least the student's, {shape}, and equal to it along the axes of pixels, image "
         "channels, windows and tokens: use a smaller student with the same channels, patch size, "
         "window size and number of tokens"
     )
@@ -416,5 +416,5 @@ def _select(name, teacher, shape):
 
 
 def _without_numbers(name: str) -> str:
-    """Replaces the numbers of layers in a name."""
+    """Replaces the layer numbers in a name."""
     return re.sub(r"\.\d+(?=\.)", ".*", name)

@@ -43,8 +43,8 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B N D"], dict[str, Float[Array, "B h N N"]]]:
         """Returns the output and, if requested, 'attention_maps'.
 
-        Queries and keys are rotated by `angles` of each pair of channels, if there are any, and
-        `bias` is added to the logits.
+        If given, `angles` rotate each pair of channels of queries and keys, and `bias` is added to
+        the logits.
         """
         query, key, value = attention.project(x, (self.query, self.key, self.value))
         if angles is not None:
@@ -52,7 +52,7 @@ class Attention(nnx.Module):
             key = attention.rotate(key, angles)
         y = attention.dot_product_attention(query, key, value, bias)
         maps = {}
-        if with_maps:  # They are computed again, since the call above returns none.
+        if with_maps:  # Recomputed, because the call above does not return them.
             maps = {"attention_maps": attention.attention_maps(query, key, bias)}
         return self.out(y), maps
 
@@ -60,9 +60,9 @@ class Attention(nnx.Module):
 class Block(layers.StackedBlock):
     """A pre-norm transformer block: x + attend(norm1(x)), then x + mlp(norm2(x)).
 
-    `layer_scale` is the initial value of LayerScale (Touvron et al. 2021), trained factors [D] of
-    what both branches add, and `position_bias_rows` the number of rows of a table
-    `relative_position_bias` [rows, h], which subclasses add to the logits; 0 omits either.
+    `layer_scale` is the initial value of LayerScale (Touvron et al. 2021), trained factors [D] on
+    the output of each branch. `position_bias_rows` is the number of rows of the table
+    `relative_position_bias` [rows, h], which subclasses add to the logits. 0 omits either.
     """
 
     scale1: nnx.Param | None = None
@@ -102,7 +102,7 @@ class Block(layers.StackedBlock):
         rng: Rng = None,
         **options,
     ) -> tuple[Float[Array, "B *grid D"], dict[str, Array]]:
-        """Returns the output and the intermediates by name; `options` are those of `attend`."""
+        """Returns the output and the intermediates by name; `options` are passed to `attend`."""
         attention_rng, mlp_rng = (None, None) if rng is None else jax.random.split(rng)
         attended, maps = self.attend(self.norm1(x), **options)
         attended = _scale_channels(attended, self.scale1)
@@ -113,7 +113,7 @@ class Block(layers.StackedBlock):
         return x, dict(attention=attended, mlp=hidden, output=x, **maps)
 
     def attend(self, x, *, with_maps=False, angles=None):
-        """Attends to all tokens [B, N, D], with rotary positions if there are angles [N, d / 2]."""
+        """Attends to all tokens [B, N, D], with rotary positions if given `angles` [N, d / 2]."""
         return self.attention(x, angles=angles, with_maps=with_maps)
 
     def sizes(self) -> dict[str, Any]:

@@ -68,9 +68,9 @@ class VisionTransformer(Model):
     Args:
       depth: Number of blocks L.
       num_heads: Number of heads h, a divisor of the width.
-      mlp_ratio: Hidden width of the MLP over D.
+      mlp_ratio: Ratio of the MLP's hidden width to D.
       positions: 'sincos' (fixed) and 'learned' positions are added to the tokens. 'rope' rotates
-        queries and keys: axial rotary positions of temperature 100 (Heo et al. 2024).
+        queries and keys by axial rotary positions with temperature 100 (Heo et al. 2024).
       pool: Pooling of the tokens before the final norm, 'mean' or 'class_token'.
       layer_scale: Initial value of LayerScale (Touvron et al. 2021); 0 omits it.
     """
@@ -132,7 +132,7 @@ class VisionTransformer(Model):
             base_init=base_init,
             **options,
         )
-        VisionTransformer.sites(self)  # It raises if the sizes do not allow these positions.
+        VisionTransformer.sites(self)  # Raises if the sizes do not allow these positions.
         self.norm = layers.layer_norm(width, **options)
         self.head = nnx.Linear(width, num_classes, **BASE_INITS[base_init](width), rngs=rngs)
         if attention_init is not None:
@@ -156,8 +156,8 @@ class VisionTransformer(Model):
     ) -> tuple[Float[Array, "B classes"], dict[str, Any]]:
         """Returns logits and intermediates; see `Model.__call__`.
 
-        The intermediates are 'patch_embedding' [B, N, D]; 'embedded' [B, T, D], with positions and
-        with the class token, if there is one, in front; 'blocks' with 'attention', 'mlp', 'output'
+        The intermediates are 'patch_embedding' [B, N, D]; 'embedded' [B, T, D], with positions and,
+        if there is one, the class token in front; 'blocks' with 'attention', 'mlp', 'output'
         [L, B, T, D] and 'attention_maps' [L, B, h, T, T]; 'pooled' [B, D], after the norm.
         """
         patches = self.patch_embedding(images, self.grid)
@@ -167,7 +167,7 @@ class VisionTransformer(Model):
         angles = None
         if self.position_kind == "rope":
             angles = rotary_angles(self.grid, self.width // self.num_heads)[0, 0]
-            angles = np.pad(angles, ((self.num_prefix, 0), (0, 0)))  # a class token does not rotate
+            angles = np.pad(angles, ((self.num_prefix, 0), (0, 0)))  # a class token is not rotated
         options = dict(with_maps=with_maps, angles=angles)
         x, blocks = run_stack(
             self.blocks, embedded, remat=self.remat, drop_path_rates=rates, rng=rng, **options
@@ -179,11 +179,11 @@ class VisionTransformer(Model):
     def _add_class_token_and_positions(self, patches):
         if self.pool == "class_token":
             token = self.class_token[...].astype(patches.dtype)
-            token = jnp.zeros_like(patches[:, :1]) + token[None, None]  # shards it as the patches
+            token = jnp.zeros_like(patches[:, :1]) + token[None, None]  # sharded like the patches
             patches = jnp.concatenate([token, patches], axis=1)
         if self.position_kind == "rope":
             return patches
-        if self.position_kind == "sincos":  # The class token, which is not on the grid, has none.
+        if self.position_kind == "sincos":  # The class token has no position on the grid.
             positions = sincos_positions(self.grid, self.width)
             positions = jnp.pad(positions, ((self.num_prefix, 0), (0, 0)))
         else:

@@ -1,7 +1,7 @@
 """Builds the parts of a run from its config: data, mesh, schedule, model and optimizer.
 
-Nothing here allocates device memory, except for the batches. The functions raise `InputError` if
-fields of the config do not fit each other, the data or the devices.
+Only the batches allocate device memory. The functions raise `InputError` if fields of the config
+are inconsistent with each other, the data or the devices.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ SEED = jax.ShapeDtypeStruct((), np.uint32)  # the last argument of the training 
 
 
 def open_data(config: ConfigDict) -> Dataset:
-    """Checks a config, and opens its data set, which must have the classes of the model."""
+    """Checks a config and opens its data set, which must have as many classes as the model."""
     config_lib.validate(config)
     data = config.data
     with prefixed("config.data: "):
@@ -46,7 +46,7 @@ def open_data(config: ConfigDict) -> Dataset:
 
 
 def open_split(config: ConfigDict, dataset: Dataset, field: str) -> ImageSource:
-    """Opens the split that `config.data` names in 'train_split' or 'eval_split'."""
+    """Opens the split named by a field of `config.data`: 'train_split' or 'eval_split'."""
     data = config.data
     with prefixed(f"config.data.{field}: "):
         source = dataset.split(data[field], data.on_bad_image)
@@ -77,7 +77,7 @@ def train_batches(
 ) -> Iterator[Batch]:
     """Returns the training batches of steps `start_step` to `num_steps - 1`, counted from 0.
 
-    Unless `in_memory`, images are decoded when they are needed, whatever the size of the split.
+    With `in_memory=False`, images are decoded on demand even if the split is small.
     """
     data = config.data
     loader = make_loader(source, mesh, make_crop(config), in_memory)
@@ -92,7 +92,7 @@ def train_batches(
 
 
 def make_crop(config: ConfigDict) -> CenterCrop | RandomCrop:
-    """Returns the crop of training images."""
+    """Returns the crop for training images."""
     image_size = config.data.image_size
     if config.augment.crop == "resized":
         return RandomCrop(image_size, config.seed, config.augment.crop_scale)
@@ -100,7 +100,7 @@ def make_crop(config: ConfigDict) -> CenterCrop | RandomCrop:
 
 
 def data_bytes(config: ConfigDict, num_examples: int, num_eval_examples: int) -> int:
-    """Returns the bytes of both splits' images in the memory of every device."""
+    """Returns the bytes that the images of both splits occupy on each device."""
     data = config.data
     eval_crop = CenterCrop(data.image_size, data.crop_fraction)
     eval_bytes = bytes_on_device(num_eval_examples, eval_crop, data.channels)
@@ -111,7 +111,7 @@ def data_bytes(config: ConfigDict, num_examples: int, num_eval_examples: int) ->
 
 
 def make_mesh(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Arranges the devices of training, by default all devices of all processes."""
+    """Arranges the devices in a mesh; by default, all devices of all processes."""
     with prefixed("config."):
         mesh = sharding.make_mesh(config.fsdp, devices)
     divisor = mesh.size * config.accumulate_steps
@@ -127,12 +127,12 @@ def make_schedule(config: ConfigDict, num_examples: int) -> Schedule:
     """Converts the epochs of a config to steps, for a training split of `num_examples`."""
     batch_size = config.batch_size
     if config.data.drop_remainder:
-        needs = f"at most {num_examples}, one epoch, with config.data.drop_remainder=True"
+        needs = f"at most {num_examples} (one epoch) with config.data.drop_remainder=True"
         require("config.batch_size", batch_size, needs, batch_size <= num_examples)
         num_examples -= num_examples % batch_size
     steps_per_epoch = num_examples / batch_size
     num_steps = config.num_steps or max(1, round(config.num_epochs * steps_per_epoch))
-    # There is at most one evaluation a step.
+    # At most one evaluation per step.
     interval = max(1.0, config.eval_every_epochs * steps_per_epoch)
     evaluations = range(1, int(num_steps / interval) + 1)
     eval_steps = frozenset(round(interval * number) for number in evaluations) | {num_steps}
@@ -167,9 +167,9 @@ def make_model(config: ConfigDict, mesh: Mesh) -> AbstractModel:
 
 
 def make_scheme(config: ConfigDict, model: AbstractModel) -> AttentionInit:
-    """Returns the scheme of `config.attention_init`, once traced, which checks that it fits.
+    """Returns the scheme of `config.attention_init`, traced once to check that it fits the model.
 
-    It is not traced if it is not used, with `config.start_from`.
+    With `config.start_from`, the scheme is not used and therefore not traced.
     """
     scheme = config_lib.make_attention_init(config)
     if config.start_from:
@@ -192,8 +192,8 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Returns the optimizer that `config.optimizer` names.
 
-    One of the user's own, 'module:function', is called with `learning_rate` and with the fields of
-    the config that its parameters name: of the functions in optax, each takes other ones. It sees
+    A custom optimizer, 'module:function', is called with `learning_rate` and with the fields of the
+    config that its parameters name, because optax's functions take different parameters. It sees
     the model's stacks as lists of layers.
     """
     if config.optimizer == "adamw":
@@ -229,7 +229,7 @@ def abstract_batch(config: ConfigDict, mesh: Mesh) -> dict[str, jax.ShapeDtypeSt
 
 
 def jit_step(step: Callable, mesh: Mesh, state: TrainState) -> jax.stages.Wrapped:
-    """Compiles the training step for a state that is placed like an abstract one, and donated."""
+    """Jits the training step for a state that is sharded like an abstract one, and donated."""
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     replicated = sharding.replicated(mesh)
     return jax.jit(
@@ -258,8 +258,8 @@ def memory_limit() -> int | None:
 def check_memory(step: jax.stages.Compiled, data_bytes: int, limit: int | None) -> str:
     """Returns the memory that a compiled step needs, such as '7,112 MiB of 14,515 MiB'.
 
-    `limit` is the number of bytes of one device that programs can use, None if unknown, and
-    `data_bytes` what images take of it.
+    `limit` is the number of bytes that programs can use on one device, or None if unknown; the
+    images take `data_bytes` of them.
     """
     needed = bytes_needed(step)
     if limit is None:
@@ -267,23 +267,23 @@ def check_memory(step: jax.stages.Compiled, data_bytes: int, limit: int | None) 
     text = f"{mib(needed)} of {mib(limit - data_bytes)}"
     if needed > limit - data_bytes:
         raise InputError(
-            f"the training step needs {text} that each device has besides {mib(data_bytes)} of "
-            f"images. {SAVE_MEMORY}"
+            f"the training step needs {mib(needed)}, but with {mib(data_bytes)} of images, each "
+            f"device has only {mib(limit - data_bytes)} left. {SAVE_MEMORY}"
         )
     return text
 
 
 def bytes_needed(step: jax.stages.Compiled) -> int:
-    """Returns the bytes of one device that a program and its arguments take while it runs."""
+    """Returns the bytes that a program and its arguments occupy on one device while it runs."""
     memory = step.memory_analysis()
-    # Outputs in the memory of donated arguments need no other.
+    # Outputs that reuse the memory of donated arguments need no extra memory.
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes
 
 
 @contextlib.contextmanager
 def explain_out_of_memory() -> Iterator[None]:
-    """Raises `InputError` with the fields to change if a device has too little memory."""
+    """Raises an `InputError` that names the fields to change if a device runs out of memory."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

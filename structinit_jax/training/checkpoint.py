@@ -1,10 +1,10 @@
-"""Checkpoints through Orbax: the newest few and the best one, written while training continues.
+"""Checkpoints with Orbax: the newest few and the best one, written while training continues.
 
 `checkpoint_files` describes and checks the files of a checkpoint. Damaged checkpoints are skipped,
-so after a kill at any moment the earlier ones are used.
+so a run that is killed at any moment can resume from an earlier one.
 
-Orbax 0.12.8 writes to disks and gs:// only. For object storage each process stages its shards in
-a temporary directory and copies them, which serves gs:// and s3:// alike.
+Orbax 0.12.8 writes only to disks and gs://. For object storage, each process writes its shards to
+a temporary directory and copies them, which works for both gs:// and s3://.
 """
 
 import contextlib
@@ -33,18 +33,18 @@ with epy.lazy_imports():  # takes 0.4 s; training does it while the step compile
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    # At every checkpoint, Orbax warns that without OCDBT there is nothing to merge. It logs the
-    # errors of its threads with their tracebacks, and raises them in `Checkpoints.wait`, too.
+    # At every checkpoint, Orbax warns that without OCDBT there is nothing to merge. It also logs
+    # errors in its threads with tracebacks, although `Checkpoints.wait` raises them.
     raised = record.exc_info and "orbax" in record.pathname
     return not raised and "merge of OCDBT" not in record.getMessage()
 
 
 class Checkpoints:
-    """The checkpoints of a run that is being trained: the newest `keep`, and the best one.
+    """The checkpoints of a training run: the newest `keep` and the best one.
 
-    Damaged checkpoints are reported and not used; `InputError` if there are several and none is
-    intact. Those that a kill left unfinished are deleted. `latest_step` is the step of the newest
-    checkpoint, or None if there is none.
+    Damaged checkpoints are reported and not used; raises `InputError` if there are several and none
+    is intact. Checkpoints that a killed run left unfinished are deleted. `latest_step` is the step
+    of the newest checkpoint, or None if there is none.
     """
 
     def __init__(self, directory: epath.PathLike, keep: int):
@@ -52,17 +52,17 @@ class Checkpoints:
         self.directory = epath.Path(directory)
         self._keep = keep
         self._staged = is_url(directory)
-        # Without a primary host every process prepares its own directory.
+        # Without a primary host, every process prepares its own directory.
         options = ocp.options.MultiprocessingOptions(primary_host=None if self._staged else 0)
         self._saver = ocp.AsyncCheckpointer(
             _make_handler(options),
             multiprocessing_options=options,
-            # In the background, Orbax waits minutes for a directory that cannot be created.
+            # In the background, Orbax would wait minutes for a directory that cannot be created.
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future | None = None
-        self._runs: dict[int, dict[str, Any]] = {}  # of all intact checkpoints; on process 0
+        self._runs: dict[int, dict[str, Any]] = {}  # intact checkpoints by step; only on process 0
         with distributed.shared_errors():
             if jax.process_index() == 0:
                 self._read()
@@ -73,24 +73,25 @@ class Checkpoints:
         self.directory.mkdir(parents=True, exist_ok=True)
         for folder in step_folders(self.directory):
             if files_lib.remove_unfinished(folder):
-                print(f"note: deleted checkpoint {folder}, which was not complete")
+                print(f"note: deleted incomplete checkpoint {folder}")
         folders = step_folders(self.directory)
         self._runs = dict(files_lib.intact_runs(folders))
-        # Of several processes that upload the first one, some may end before they have finished.
+        # A run killed during its first upload can leave a checkpoint that only process 0 finished.
         unfinished = 1 if self._staged else 0
         if not self._runs and sum((folder / RUN).exists() for folder in folders) > unfinished:
             raise InputError(
-                f"{self.directory} has no intact checkpoint: repair it, or delete it to start anew"
+                f"{self.directory} has no intact checkpoint: repair one, or delete the directory "
+                "to start over"
             )
 
     def save(self, step: int, state: TrainState, run: dict[str, Any]) -> None:
-        """Starts to save a checkpoint in the background.
+        """Starts saving a checkpoint in the background.
 
         Blocks until the previous one is written and the state is copied to host memory. If a write
-        fails, the next call of `save`, `wait` or `close` raises the error.
+        fails, the next call to `save`, `wait` or `close` raises the error.
 
-        `run` has the fields of `checkpoint_files.read_run` but the first three. The best checkpoint
-        has the highest 'accuracy' among those with the same 'evaluation' as the newest.
+        `run` has the fields of `checkpoint_files.read_run` except the first three. The best
+        checkpoint has the highest 'accuracy' among those with the same 'evaluation' as the newest.
         """
         self.wait()
         num_indexes = jax.process_count() if self._staged else 1
@@ -101,10 +102,10 @@ class Checkpoints:
         if jax.process_index() == 0:
             if (folder / STATE).exists() and not files_lib.is_ours(folder):
                 raise InputError(
-                    f"{folder} has {STATE}/ next to files of another program: move the folder away "
-                    "and run the same command again to resume"
+                    f"{folder} has {STATE}/ next to files of another program: move the folder "
+                    "elsewhere and run the same command again to resume"
                 )
-            (folder / RUN).unlink(missing_ok=True)  # of a damaged checkpoint of the same step
+            (folder / RUN).unlink(missing_ok=True)  # left by a damaged checkpoint of the same step
         files_lib.index_path(folder, jax.process_index()).unlink(missing_ok=True)
         # On TPUs, and between processes, Orbax makes implicit transfers.
         with jax.transfer_guard("allow"), contextlib.ExitStack() as stage:
@@ -124,7 +125,7 @@ class Checkpoints:
             writing.result()
 
     def wait_for_all(self) -> None:
-        """Waits for the parts of all processes: JAX ends them soon after the first one exits."""
+        """Waits for the parts of all processes: once one exits, JAX soon ends the others."""
         self.wait()
         with jax.transfer_guard("allow"):
             multihost_utils.sync_global_devices("checkpoint")
@@ -138,13 +139,13 @@ class Checkpoints:
             self._saver.close()
 
     def _finish(self, folder, local, stage, run):
-        """Waits for Orbax, and completes the checkpoint with its checksums and `run.json`."""
+        """Waits for Orbax, then completes the checkpoint with its checksums and `run.json`."""
         with stage:
             self._saver.wait_until_finished()
             process = jax.process_index()
             if process < run["num_indexes"]:
                 paths = [path for path in Path(local / STATE).rglob("*") if path.is_file()]
-                if process > 0:  # process 0 lists the files that describe the whole
+                if process > 0:  # process 0 lists the metadata files in `state/`
                     paths = [path for path in paths if path.parent.name != STATE]
                 names = [path.relative_to(local).as_posix() for path in paths]
                 files = {name: files_lib.digest_of(local / name) for name in names}
@@ -157,7 +158,7 @@ class Checkpoints:
                 self._remove_old()
 
     def _remove_old(self):
-        # Another process may not have finished its part of the newest.
+        # Another process may not have finished its part of the newest checkpoint.
         finished = [s for s in sorted(self._runs, reverse=True) if self._is_finished(s)]
         best = _find_best({step: self._runs[step] for step in finished})
         for step in set(finished).difference(finished[: self._keep], [best]):
@@ -175,12 +176,12 @@ def find_step(directory: epath.PathLike, wanted: str | int = "newest") -> int | 
     """Returns the step of an intact checkpoint, or None if there is none.
 
     Changes nothing, so it can be called while a run writes to the directory. `wanted` is 'newest',
-    'best' (of the highest accuracy on the split that training evaluated last, among those that are
+    'best' (the highest accuracy on the split that training evaluated last, among the checkpoints
     kept), or the number of a step; raises `InputError` for anything else.
     """
     wanted = str(wanted)
     step = None
-    needs = "'newest', 'best' or the number of a step"
+    needs = "'newest', 'best' or a step number"
     require("step", wanted, needs, lambda x: x in ("newest", "best") or x.isdecimal())
     if jax.process_index() == 0:
         folders = step_folders(directory)
@@ -192,15 +193,15 @@ def find_step(directory: epath.PathLike, wanted: str | int = "newest") -> int | 
 
 
 def read_run(directory: epath.PathLike, step: int) -> dict[str, Any]:
-    """Reads the record that was saved with a checkpoint, see `checkpoint_files.read_run`."""
+    """Reads the record saved with a checkpoint; see `checkpoint_files.read_run`."""
     return files_lib.read_run(epath.Path(directory) / str(step))
 
 
 def restore(directory: epath.PathLike, step: int, abstract_state: TrainState) -> TrainState:
     """Restores a training state with the shapes, types and shardings of an abstract one.
 
-    Parts that are None there are not restored. Raises `InputError` if the checkpoint does not fit,
-    and names the first difference.
+    Parts that are None in `abstract_state` are not restored. If the checkpoint does not fit, raises
+    an `InputError` that names the first difference.
     """
     folder = epath.Path(directory) / str(step)
     expected = _parts(abstract_state)
@@ -224,11 +225,11 @@ def _make_handler(
     options: "ocp.options.MultiprocessingOptions | None" = None,
 ) -> "ocp.PyTreeCheckpointHandler":
     options = options or ocp.options.MultiprocessingOptions()
-    # By default, each device would write a slice of its own of every replicated array.
+    # By default, each device would write its own slice of every replicated array.
     arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
-    # OCDBT would merge the files of all processes, and looks for them with a glob that takes a path
-    # with [ or ] for a pattern.
+    # OCDBT would merge the files of all processes. It finds them with a glob, which treats [ and ]
+    # in a path as a pattern.
     return ocp.PyTreeCheckpointHandler(
         use_ocdbt=False, multiprocessing_options=options, type_handler_registry=registry
     )
@@ -236,7 +237,7 @@ def _make_handler(
 
 @contextlib.contextmanager
 def _on_disk(folder: epath.Path) -> Iterator[Path]:
-    """Yields the saved state of a checkpoint, or a temporary copy of one in object storage."""
+    """Yields the path of a checkpoint's state; in object storage, that of a temporary copy."""
     if not is_url(folder):
         yield Path(folder) / STATE
         return
@@ -247,7 +248,7 @@ def _on_disk(folder: epath.Path) -> Iterator[Path]:
 
 
 def _as_key_if(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns a random key, of which Orbax restores the numbers, where `like` is one."""
+    """Converts the numbers that Orbax restores to a random key if `like` is one."""
     if not jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
         return array
     impl = jax.random.key_impl(jnp.zeros((), like.dtype))
@@ -283,9 +284,9 @@ def _shapes_by_name(tree) -> dict[str, str]:
 
 
 def _find_best(runs: dict[int, dict[str, Any]]) -> int | None:
-    """Returns the step of the highest accuracy on the images that were evaluated last.
+    """Returns the step with the highest accuracy on the images that were evaluated last.
 
-    Of equal accuracies, the newest step counts.
+    Ties go to the newest step.
     """
     measured = [step for step in sorted(runs, reverse=True) if runs[step]["accuracy"] is not None]
     last = runs[measured[0]]["evaluation"] if measured else ""

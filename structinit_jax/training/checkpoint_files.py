@@ -1,15 +1,15 @@
-"""The files of a checkpoint next to Orbax's, and the checks of all of them.
+"""The checkpoint files that Orbax does not write, and the integrity checks of all files.
 
 A checkpoint is a folder `STEP/`, on a disk or in object storage:
 
-- `state/`: the training state, of which each process writes the shards on its devices (Orbax);
-- `index_0.json`: checksums of the files of `state/`, since Orbax restores flipped bytes without an
-  error. In object storage process K writes the checksums of its own files to `index_K.json`;
+- `state/`: the training state, written by Orbax. Each process writes the shards on its devices;
+- `index_0.json`: checksums of the files in `state/`, because Orbax restores flipped bytes without
+  an error. In object storage, process K writes the checksums of its own files to `index_K.json`;
 - `run.json`: the config, the data and the accuracy. It is written last.
 
-The JSON files end with their own checksums, and an index holds that of its `run.json`, so that
-files of another run or step are noticed. A checkpoint is intact if `state/` has the files of its
-indexes and all of them match their checksums.
+Each JSON file ends with its own checksum. An index also holds the checksum of its `run.json`, so
+that files from another run or step are detected. A checkpoint is intact if `state/` has the files
+listed in the indexes and all files match their checksums.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ def step_folders(directory: epath.PathLike) -> list[epath.Path]:
 
 
 def remove_unfinished(folder: epath.Path) -> bool:
-    """Deletes a checkpoint without `run.json`: half written, or half deleted; returns whether."""
+    """Deletes a half-written or half-deleted checkpoint (no `run.json`); returns whether it did."""
     unfinished = not (folder / RUN).exists() and is_ours(folder)
     if unfinished:
         folder.rmtree()
@@ -53,12 +53,12 @@ def remove_unfinished(folder: epath.Path) -> bool:
 
 
 def is_ours(folder: epath.Path) -> bool:
-    """Whether a folder holds nothing but parts of a checkpoint of this program."""
+    """Whether a folder holds only parts of a checkpoint written by this program."""
     return all(_PART.fullmatch(path.name) for path in folder.iterdir())
 
 
 def index_path(folder: epath.Path, process: int) -> epath.Path:
-    """Returns the path of `index_K.json` of a process."""
+    """Returns the path of a process's `index_K.json`."""
     return folder / f"index_{process}.json"
 
 
@@ -66,32 +66,32 @@ def index_path(folder: epath.Path, process: int) -> epath.Path:
 
 
 class OtherVersionError(InputError):
-    """A checkpoint is of another version of this package, which does not make it damaged."""
+    """A checkpoint was written by another version of this package; it is not damaged."""
 
 
 def intact_runs(folders: Iterable[epath.Path]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields step and `run.json` of the intact checkpoints; reports the others."""
+    """Yields the step and `run.json` of each intact checkpoint; reports the others."""
     for folder in folders:
         try:
             yield int(folder.name), _read_intact(folder)
         except OtherVersionError:
             raise
-        except (OSError, InputError) as error:  # of missing files, and of damaged ones
+        except (OSError, InputError) as error:  # for missing files and for damaged ones
             print(f"note: skipping checkpoint {folder}: {error}")
 
 
 def read_run(folder: epath.Path) -> dict[str, Any]:
-    """Reads `run.json`; `InputError` if it is damaged, or of another version of this package.
+    """Reads `run.json`; raises `InputError` if it is damaged or from another package version.
 
-    Its fields are 'version', 'step', 'num_indexes', 'config', 'class_names' by label, 'data_digest'
-    of the training split, 'accuracy', which is None if the step was not evaluated, and
-    'evaluation': what the accuracy was measured on.
+    Its fields are 'version', 'step', 'num_indexes', 'config', 'class_names' (by label),
+    'data_digest' (of the training split), 'accuracy' (None if the step was not evaluated) and
+    'evaluation' (what the accuracy was measured on).
     """
     run = _read_json(folder / RUN)
     if (version := run.get("version", 1)) != VERSION:
         raise OtherVersionError(
-            f"{folder} has version {version} of the format, but this package reads {VERSION}: use "
-            "the version of the package that wrote it, or another workdir"
+            f"{folder} has format version {version}, but this package reads version {VERSION}: "
+            "use the package version that wrote it, or another workdir"
         )
     if str(run["step"]) != folder.name:
         raise InputError(f"{RUN} belongs to step {run['step']}")
@@ -99,7 +99,7 @@ def read_run(folder: epath.Path) -> dict[str, Any]:
 
 
 def read_indexes(folder: epath.Path, run: dict[str, Any]) -> dict[str, Any]:
-    """Returns the checksums of the files of `state/`, by name; `InputError` if one is damaged."""
+    """Returns the checksums of `state/` by file name; raises `InputError` for a damaged index."""
     files = {}
     for process in range(run["num_indexes"]):
         path = index_path(folder, process)
@@ -107,15 +107,15 @@ def read_indexes(folder: epath.Path, run: dict[str, Any]) -> dict[str, Any]:
         if index["run"] != _identity(run):
             raise InputError(f"{path.name} belongs to another {RUN}")
         for name in index["files"]:
-            # `copy` would write a file elsewhere, if a stranger's index named one.
+            # An untrusted index could make `copy` write files elsewhere.
             if not name.startswith(f"{STATE}/") or ".." in name.split("/"):
-                raise InputError(f"{path.name} names {name!r}, which is not a file of {STATE}/")
+                raise InputError(f"{path.name} names {name!r}, which is not a file in {STATE}/")
         files |= index["files"]
     return files
 
 
 def _read_intact(folder):
-    """Returns `run.json` of a checkpoint; raises `InputError` or `OSError` if one is damaged."""
+    """Returns `run.json` of a checkpoint; raises `InputError` or `OSError` if a file is damaged."""
 
     def check(name, digest):
         if digest_of(folder / name) != digest:
@@ -123,19 +123,19 @@ def _read_intact(folder):
 
     run = read_run(folder)
     files = read_indexes(folder, run)
-    if not is_url(folder):  # from where only the files of the index are copied
+    if not is_url(folder):  # from object storage, only the files in the indexes are copied
         for path in Path(folder / STATE).rglob("*"):
-            # Zarr has no other hidden files, and file managers leave some where they look.
+            # .zarray is Zarr's only hidden file; file managers leave others behind.
             needed = path.name == ".zarray" or not path.name.startswith(".")
             name = path.relative_to(folder).as_posix()
             if needed and name not in files and not path.is_dir():
-                raise InputError(f"{name} is in no index")
+                raise InputError(f"{name} is not listed in any index")
     in_threads(check, files.keys(), files.values())
     return run
 
 
 def _read_json(path):
-    """Reads what `write_json` wrote; raises `InputError` if it is anything else."""
+    """Reads a file written by `write_json`; raises `InputError` if it is anything else."""
     line, _, checksum = read_file(path).partition(b"\n")
     if checksum != f"{_new_digest(line).hexdigest()}\n".encode():
         raise InputError(f"{path.name} does not match its checksum")
@@ -146,18 +146,18 @@ def _read_json(path):
 
 
 def write_index(folder: epath.Path, process: int, run: dict[str, Any], files: dict) -> None:
-    """Writes the checksums of the files of a process, by name."""
+    """Writes the checksums of a process's files, by name."""
     write_json(index_path(folder, process), {"run": _identity(run), "files": files})
 
 
 def write_json(path: epath.Path, content: dict[str, Any]) -> None:
-    """Writes a JSON object in one line, and its checksum in the next."""
+    """Writes a JSON object on one line and its checksum on the next."""
     line = json.dumps(content).encode()
     write_atomically(path, line + f"\n{_new_digest(line).hexdigest()}\n".encode())
 
 
 def _identity(run):
-    """Returns the checksum of `run.json`, but for `data_dir`, which may differ between hosts."""
+    """Returns the checksum of `run.json` without `data_dir`, which may differ between hosts."""
     config = flatten_dict(run["config"], sep=".")
     config.pop("data.data_dir", None)
     return _new_digest(json.dumps(run | {"config": config}).encode()).hexdigest()
@@ -174,7 +174,7 @@ def digest_of(path: epath.Path) -> str:
 
 
 def in_threads(function: Callable[..., None], *arguments: Iterable[Any]) -> None:
-    """Calls a function for each file: in object storage, each waits for several requests."""
+    """Calls a function for each file in threads; in object storage, calls wait for requests."""
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(function, *arguments))
 

@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 
 from structinit_jax.errors import InputError
 
-LOST_TIMEOUT = 60  # seconds without a sign of life, after which a process is given up
+LOST_TIMEOUT = 60  # seconds of silence after which a process is considered lost
 
 
 def join(
@@ -27,13 +27,13 @@ def join(
     process_id: int | None = None,
     timeout: int = 300,
 ) -> None:
-    """Connects this process to the others of a run. Only process 0 prints to stdout afterwards.
+    """Connects this process to the others in a run. Only process 0 prints to stdout afterwards.
 
-    Without arguments JAX finds the other processes on Cloud TPU, SLURM and GKE; elsewhere the run
-    has a single process. `num_processes=1` disables the search. The coordinator, for example
-    '10.0.0.1:1234', is process 0. JAX ends this process if the others do not join within `timeout`
-    seconds. Later, it ends all processes if one of them is silent for `LOST_TIMEOUT`; one that has
-    crashed waits as long for the others.
+    Without arguments, JAX finds the other processes on Cloud TPU, SLURM and GKE; elsewhere, the run
+    has a single process. `num_processes=1` disables the search. The coordinator is process 0, at an
+    address such as '10.0.0.1:1234'. JAX ends this process if the others do not join within
+    `timeout` seconds. Later, JAX ends all processes if one of them is silent for `LOST_TIMEOUT`; a
+    process that has crashed waits that long for the others.
     """
     given = (coordinator_address, num_processes, process_id)
     alone = given == (None, None, None) and not _in_cluster(os.environ)
@@ -43,8 +43,8 @@ def join(
     shutdown = {"shutdown_timeout_seconds": LOST_TIMEOUT} if newer else {}
     # If the others do not join, JAX aborts with a message that does not say so.
     print(
-        f"waiting up to {timeout} s until all processes have joined; to train on this machine "
-        "alone, pass --num_processes=1",
+        f"waiting up to {timeout} s for all processes to join; to train on this machine alone, "
+        "pass --num_processes=1",
         file=sys.stderr,
         flush=True,
     )
@@ -60,8 +60,8 @@ def join(
     except (RuntimeError, ValueError) as error:
         raise InputError(f"cannot join the other processes: {error}") from error
     if jax.process_count() > 1 and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        # Only process 0 writes to the cache. The processes that miss what it finds there would wait
-        # for its part of the autotuning of GPU kernels.
+        # Only process 0 writes to the cache. When it finds a program there, the other processes
+        # would wait for its share of the autotuning of GPU kernels.
         jax.config.update("jax_compilation_cache_dir", None)
     if jax.process_index() != 0:
         print(f"process {jax.process_index()} has joined", flush=True)
@@ -71,15 +71,15 @@ def join(
 def check_equal(values: Mapping[str, Any]) -> None:
     """Raises the same `InputError` in all processes unless all have the same values.
 
-    Processes that differ would wait for each other forever, or train different models. The values
-    are JSON objects by name. Every process must call this.
+    Processes that differ would wait for each other forever, or train different models. `values`
+    maps names to JSON objects. Every process must call this.
     """
     texts = [json.dumps(value, sort_keys=True).encode() for value in values.values()]
     digests = np.stack([np.frombuffer(hashlib.sha256(text).digest(), np.uint8) for text in texts])
     gathered = multihost_utils.process_allgather(digests).reshape(-1, *digests.shape)
     for process, name in np.argwhere((gathered != gathered[0]).any(-1)):
         raise InputError(
-            f"process {process} has another {list(values)[name]} than process 0: start all "
+            f"process {process} has a different {list(values)[name]} than process 0: start all "
             "processes with the same flags and data, and with one --workdir on a shared disk or in "
             "object storage"
         )
@@ -87,9 +87,9 @@ def check_equal(values: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def shared_errors() -> Iterator[None]:
-    """Raises an `InputError` in all processes if one of them raises it within the context.
+    """Raises an `InputError` in all processes if one of them raises one within the context.
 
-    Without it, JAX would end the others with messages of its own. Every process must enter it.
+    Otherwise, JAX would end the others with its own messages. Every process must enter the context.
     """
     error = None
     try:
@@ -100,16 +100,16 @@ def shared_errors() -> Iterator[None]:
     if error is not None:
         raise error
     if failed.any():
-        raise InputError(f"process {failed.argmax()} cannot go on: its message says why")
+        raise InputError(f"process {failed.argmax()} cannot continue: see its message")
 
 
 class StopRequest:
-    """A context in which SIGTERM and SIGINT ask for a stop. It can be entered again.
+    """A reusable context manager in which SIGTERM and SIGINT request a stop.
 
-    Schedulers send SIGTERM before they take a machine away: 15 to 30 s before on spot VMs, 120 s
-    with `--signal=TERM@120` on SLURM. Ctrl-C sends SIGINT. With several processes JAX itself
-    handles SIGTERM, from `join` on, and a signal to any of them stops all of them after the same
-    step. Signals cannot be handled outside the main thread.
+    Schedulers send SIGTERM before they reclaim a machine: 15 to 30 s in advance on spot VMs, 120 s
+    on SLURM with `--signal=TERM@120`. Ctrl-C sends SIGINT. With several processes, JAX itself
+    handles SIGTERM after `join`, and a signal to any process stops all of them after the same step.
+    Signals cannot be handled outside the main thread.
     """
 
     _received = False
@@ -135,9 +135,10 @@ class StopRequest:
             self._received = True
 
     def reached(self, count: int) -> bool:
-        """Returns whether to stop after this step, the `count`-th of this process, from 1.
+        """Returns whether to stop after this step, the `count`-th of this process.
 
-        Every process must ask after every step. After a signal before the first, JAX waits for 1.
+        Every process must call this after every step. Counts start at 1 because JAX waits for 1 if
+        a signal arrives before the first step.
         """
         if jax.distributed.is_initialized():
             return multihost_utils.reached_preemption_sync_point(count)
@@ -148,8 +149,8 @@ def _in_cluster(environment) -> bool:
     """Whether this process is one of several, or runs on a Cloud TPU host."""
     srun = int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1
     gke = "," in environment.get("TPU_WORKER_HOSTNAMES", "")
-    # A Cloud TPU VM has libtpu and device files of its chips. Notebook services have both too, but
-    # no metadata server to query, and set TPU_SKIP_MDS_QUERY.
+    # A Cloud TPU VM has libtpu and device files for its chips. So do notebook services, but they
+    # have no metadata server to query and set TPU_SKIP_MDS_QUERY.
     chips = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()
     libtpu = importlib.util.find_spec("libtpu") is not None
     return srun or gke or (chips and libtpu and "TPU_SKIP_MDS_QUERY" not in environment)

@@ -1,4 +1,4 @@
-"""The evaluation of a state on a split."""
+"""Evaluates a training state on a split."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ class Evaluation(NamedTuple):
     """The results of an evaluation.
 
     `metrics` has 'eval/loss', the cross-entropy, and 'eval/accuracy'. `labels` and `predicted` are
-    the classes of all examples.
+    the true and predicted classes of all examples.
     """
 
     metrics: dict[str, float]
@@ -40,8 +40,8 @@ def make_evaluator(
 ) -> Callable[[TrainState], Evaluation]:
     """Returns a function that evaluates states of a model on all examples of a split.
 
-    The model is on the mesh of the states. Batches have the size of those that training computes at
-    once, rounded up to a multiple of the number of devices: any gives the same results.
+    The states must be on the model's mesh. Batches have the size that training processes at once,
+    rounded up to a multiple of the number of devices; the results do not depend on the size.
     """
     data = config.data
     mesh = model.mesh
@@ -71,8 +71,8 @@ def make_eval_step(
 ) -> Callable[[dict, dict, Batch], dict[str, Any]]:
     """Builds the evaluation step, `(params, model_state, batch) -> results`.
 
-    The results are by example: the 'loss', the 'label' and the 'predicted' class, and the 'mask',
-    which is 0 for padding. `mean` and `std` are per channel, of pixels scaled to [0, 1].
+    The results are per example: 'loss', 'label', 'predicted' (the class) and 'mask' (0 for
+    padding). `mean` and `std` are per channel, for pixels scaled to [0, 1].
     """
 
     def eval_step(params: dict, model_state: dict, batch: Batch) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Draws the course of a run, and writes the results of an evaluation by class."""
+"""Draws training curves, and writes the accuracy of each class."""
 
 import csv
 import io
@@ -26,7 +26,7 @@ def draw_curves(lines: Iterable[Mapping[str, Any]]) -> Figure:
             key = f"{part}/{name}"
             points = [(line["step"], line[key]) for line in lines if key in line]
             if points:
-                steps, values = np.array(points, float).T  # None, for NaN, leaves a gap
+                steps, values = np.array(points, float).T  # None stands for NaN and leaves a gap
                 marker = "." if part == "eval" else ""
                 axis.plot(steps, values, color=color, marker=marker, label=part)
         axis.set(xlabel="step", title=name.replace("_", " "))
@@ -44,12 +44,12 @@ def write_by_class(
 ) -> epath.Path:
     """Writes the accuracy of each class to `per_class.csv`, and returns the path.
 
-    `labels` and `predicted` are the classes of all examples.
+    `labels` and `predicted` are the true and predicted classes of all examples.
     """
     counts = np.bincount(labels, minlength=len(class_names))
     correct = np.bincount(labels[labels == predicted], minlength=len(class_names))
     rows = [
-        # Names are those of folders, which need not be text.
+        # Class names can be folder names, which are not always valid text.
         [printable(name), n, k, k / n if n else ""]
         for name, n, k in zip(class_names, counts, correct, strict=True)
     ]

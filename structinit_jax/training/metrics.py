@@ -26,7 +26,7 @@ WAITS = ("data", "checkpoint", "evaluation")
 
 
 def average(steps: Mapping[int, dict[str, Any]]) -> dict[str, float]:
-    """Returns the means over steps as 'train/…', but 'train/learning_rate' of the last step."""
+    """Returns means over steps as 'train/…'; 'train/learning_rate' is that of the last step."""
     every = list(steps.values())
     means = {f"train/{name}": float(np.mean([m[name] for m in every])) for name in every[0]}
     del means["train/finite"]
@@ -46,7 +46,7 @@ class MetricsLog:
         self._workdir = epath.Path(workdir)
         self._folder = self._workdir
         self._files = contextlib.ExitStack()
-        if is_url(workdir):  # where files cannot be appended to
+        if is_url(workdir):  # object storage does not support appending
             folder = self._files.enter_context(tempfile.TemporaryDirectory())
             self._folder = epath.Path(folder)
         with distributed.shared_errors():
@@ -61,17 +61,17 @@ class MetricsLog:
         lines = read_metrics(earlier, start_step) if start_step else []
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
         self._lines = self._files.enter_context(path.open("a"))
-        suffix = f".{start_step}"  # Two starts may share a second.
-        # The thread of a `SummaryWriter` prints a traceback when the disk is full.
+        suffix = f".{start_step}"  # Two starts can fall within the same second.
+        # A `SummaryWriter`'s thread would print a traceback when the disk is full.
         self._events = tensorboardX.event_file_writer.EventsWriter(str(folder / "events"), suffix)
-        # TensorBoard drops the events of earlier files from this step on.
+        # From this step on, TensorBoard drops the events in earlier files.
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._write_event(step=start_step + 1 if start_step else 0, session_log=start)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Writes one JSON line, and one TensorBoard scalar per name."""
         if jax.process_index() == 0:
-            finite = {k: v if math.isfinite(v) else None for k, v in values.items()}  # as in JSON
+            finite = {k: v if math.isfinite(v) else None for k, v in values.items()}  # for JSON
             self._lines.write(json.dumps({"step": step, **finite}) + "\n")
             self._lines.flush()
             scalars = [summary_pb2.Summary.Value(tag=k, simple_value=v) for k, v in values.items()]
@@ -79,7 +79,7 @@ class MetricsLog:
 
     def _write_event(self, **fields) -> None:
         event = event_pb2.Event(wall_time=time.time(), **fields)
-        with contextlib.suppress(OSError):  # a full disk may cost the events, not the run
+        with contextlib.suppress(OSError):  # a full disk must not end the run
             self._events.write_event(event)
             self._events.flush()
 
@@ -100,9 +100,9 @@ class MetricsLog:
 
 
 def read_metrics(path: epath.PathLike, last_step: int) -> list[dict[str, Any]]:
-    """Reads the lines of a `metrics.jsonl` up to a step, as dicts; there are none without a file.
+    """Returns the lines of a `metrics.jsonl` up to a step as dicts; none if there is no file.
 
-    Lines that cannot be read are left out, with a note. A kill may cut off the last line.
+    Unreadable lines are skipped with a note. A last line that a kill cut off is dropped.
     """
     if not epath.Path(path).exists():
         return []
@@ -141,7 +141,7 @@ class Progress:
     def measure(self, step: int) -> dict[str, float]:
         """Measures speed and waiting times since the last call.
 
-        These are 'images_per_second', without checkpoints and evaluations, and 'data_wait',
+        Returns 'images_per_second', excluding checkpoints and evaluations, and 'data_wait',
         'checkpoint_wait' and 'evaluation_wait' as fractions of the elapsed time.
         """
         now = time.perf_counter()
@@ -174,9 +174,9 @@ def format_duration(seconds: float) -> str:
 class StepTrace:
     """Records a JAX profiler trace of four steps on the first process.
 
-    The first of them is `first_step`; None records no trace. Files for XProf and Perfetto go to
+    The trace starts at `first_step`; None disables it. Files for XProf and Perfetto are written to
     `profile/` in the workdir, or in the working directory if the workdir is in object storage.
-    clu's Profile would import TensorFlow, and writes no Perfetto file.
+    clu's Profile would import TensorFlow and write no Perfetto file.
     """
 
     def __init__(self, workdir: epath.PathLike, first_step: int | None):
@@ -185,7 +185,7 @@ class StepTrace:
         self._running = False
 
     def after(self, step: int, state: Any) -> None:
-        """Starts the trace after the step before the first one, and stops it after the last."""
+        """Starts the trace just before its first step, and stops it after its last."""
         if step + 1 == self._first:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # tracing Python calls would slow the steps down
@@ -198,11 +198,11 @@ class StepTrace:
             self.close()
 
     def close(self) -> None:
-        """Writes the trace, also of a run that ends before its last step."""
+        """Writes the trace, even if the run ends before the last traced step."""
         if self._running:
             self._running = False
             jax.profiler.stop_trace()
             print(
-                f"wrote a trace from step {self._first} on to {self._directory}: open "
+                f"wrote a trace, starting at step {self._first}, to {self._directory}: open "
                 "perfetto_trace.json.gz at https://ui.perfetto.dev, or the directory with XProf"
             )

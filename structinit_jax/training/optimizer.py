@@ -11,12 +11,12 @@ import optax
 
 
 class Schedule(NamedTuple):
-    """The number of steps of a run, those that are evaluated, and their learning rates."""
+    """The number of steps in a run, its evaluation steps and its learning rates."""
 
     num_steps: int
-    steps_per_epoch: float  # fractional if batches continue across the end of an epoch
+    steps_per_epoch: float  # fractional if a batch can span two epochs
     eval_steps: frozenset[int]  # after which the model is evaluated; includes the last step
-    learning_rate: optax.Schedule  # of a step, counted from 0
+    learning_rate: optax.Schedule  # by step, counted from 0
 
 
 def cosine(
@@ -29,11 +29,11 @@ def cosine(
     final_learning_rate: float,
     cooldown_epochs: float,
 ) -> optax.Schedule:
-    """Linear warm-up, then a cosine over the rest of the run, both by step.
+    """Linear warm-up, then cosine decay over the rest of the run, both per step.
 
     The learning rate rises from `warmup_learning_rate` to `learning_rate`, falls to
-    `final_learning_rate` and stays there for `cooldown_epochs`. A warm-up that is longer than the
-    rest of the run is shortened.
+    `final_learning_rate` and stays there for `cooldown_epochs`. The warm-up is shortened if it
+    would not end before the cooldown.
     """
     cosine_end = max(1, num_steps - round(cooldown_epochs * steps_per_epoch))
     warmup_steps = min(round(warmup_epochs * steps_per_epoch), cosine_end - 1)
@@ -60,10 +60,11 @@ def timm_cosine(
 ) -> optax.Schedule:
     """The schedule of timm's train.py, which changes the learning rate once per epoch.
 
-    In epoch e (from 0) it is linear in e during the warm-up, so the whole first epoch runs at
-    `warmup_learning_rate`, which should not be 0. Then it continues a cosine that began at epoch 0,
-    not at the end of the warm-up, and reaches `final_learning_rate` when the `cooldown_epochs`
-    begin. A step that straddles two epochs belongs to the one of its first example.
+    During the warm-up, the learning rate is linear in the epoch (counted from 0), so the whole
+    first epoch runs at `warmup_learning_rate`, which should not be 0. After that, it follows a
+    cosine that began at epoch 0, not at the end of the warm-up, and reaches `final_learning_rate`
+    when the `cooldown_epochs` begin. A step that straddles two epochs belongs to the epoch of its
+    first example.
     """
     cosine_epochs = num_epochs - cooldown_epochs
 
@@ -81,7 +82,7 @@ def timm_cosine(
     first_steps = np.array([-(-e * num_examples // batch_size) for e in epochs], np.int32)
 
     def rate(step):
-        # Not a binary search, which is a loop of kernels.
+        # A binary search would be a loop of kernels.
         epoch = jnp.searchsorted(first_steps, step, side="right", method="compare_all") - 1
         return jnp.asarray(rates)[epoch]
 
@@ -97,13 +98,13 @@ def adamw(
     clip_norm: float,
     decayed: Any,
 ) -> optax.GradientTransformation:
-    """AdamW (Loshchilov & Hutter 2019) as ViT recipes use it.
+    """AdamW (Loshchilov & Hutter 2019) as used in ViT recipes.
 
     Gradients are clipped by their global norm, and weight decay applies to the parameters that the
-    tree `decayed` marks with True. A `clip_norm` of 0 disables clipping, but keeps its place in the
-    optimizer state, so that it can be enabled on resume.
+    tree `decayed` marks with True. A `clip_norm` of 0 disables clipping but keeps its place in the
+    optimizer state, so that clipping can be enabled on resume.
 
-    Stacked blocks are passed as they are, so the update must not depend on the shapes of arrays.
+    Stacked blocks are passed as stacked arrays, so the update must not depend on array shapes.
     """
     return optax.chain(
         optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity(),
@@ -116,10 +117,10 @@ def adamw(
 def by_layer(
     optimizer: optax.GradientTransformation, stacks: Sequence[str]
 ) -> optax.GradientTransformation:
-    """Shows an optimizer each of the model's stacks as a list of layers.
+    """Passes each of the model's stacks to an optimizer as a list of layers.
 
-    Optimizers such as Muon, LAMB and Adafactor take an array for the weights of a single layer.
-    They are not mapped over the layer axis, since others compute norms over all parameters.
+    Optimizers such as Muon, LAMB and Adafactor assume that an array holds the weights of a single
+    layer. The optimizer is not vmapped over layers because some compute norms over all parameters.
     """
 
     def split(stack):

@@ -1,7 +1,7 @@
 """The device mesh, the placement of arrays on it, and fully sharded data parallelism (FSDP).
 
-With FSDP the weights and the optimizer state are sharded over a group of devices. A step gathers
-the weights of one block of a stack at a time, and all others at its start.
+With FSDP, the weights and the optimizer state are sharded over a group of devices. A step gathers
+the weights of stacks one block at a time, and all other weights at its start.
 """
 
 import functools
@@ -31,7 +31,7 @@ def make_mesh(fsdp: int = 1, devices: Sequence[jax.Device] | None = None) -> Mes
     Batches are sharded over both axes, the training state over 'fsdp' only, so that `fsdp` devices
     share one copy of it. By default, all devices of all processes are used.
     """
-    # They are sorted, so that the devices of a process hold one contiguous part of every batch.
+    # Sorted so that each process's devices hold one contiguous part of every batch.
     devices = sorted(devices or jax.devices(), key=lambda d: (d.process_index, d.id))
     needs = f"a divisor of {len(devices)}, the number of devices; 1 replicates the weights"
     require("fsdp", fsdp, needs, lambda size: len(devices) % size == 0)
@@ -65,7 +65,7 @@ def describe(mesh: Mesh) -> str:
 def shard_params(mesh: Mesh, params: Any, stacks: Sequence[str]) -> Any:
     """Adds a sharding over 'fsdp' to each `ShapeDtypeStruct` of a model's parameters.
 
-    An array of the model's `stacks`, which has a leading layer axis, is sharded like that of one
+    Arrays in the model's `stacks` have a leading layer axis and are sharded like those of a single
     block.
     """
 
@@ -81,8 +81,8 @@ def shard_params(mesh: Mesh, params: Any, stacks: Sequence[str]) -> Any:
 def shard_opt_state(mesh: Mesh, opt_state: Any, params: Any, stacks: Sequence[str]) -> Any:
     """Adds a sharding over 'fsdp' to each `ShapeDtypeStruct` of an optimizer's state.
 
-    Parts of the same structure as the parameters, such as the moments of AdamW, are sharded like
-    parameters. Other optimizers see stacks as lists of layers (`optimizer.by_layer`), so that none
+    Parts with the same structure as the parameters, such as the moments of AdamW, are sharded like
+    the parameters. Other optimizers see stacks as lists of layers (`optimizer.by_layer`), so none
     of their arrays has a layer axis.
     """
     structure = jax.tree.structure(params)
@@ -97,15 +97,15 @@ def shard_opt_state(mesh: Mesh, opt_state: Any, params: Any, stacks: Sequence[st
 
 
 def _is_in_stack(path, stacks):
-    """Whether the path of a parameter leads through one of the model's stacks."""
+    """Whether the path of a parameter is inside one of the model's stacks."""
     name = jax.tree_util.keystr(path, simple=True, separator="/")
     return name.startswith(tuple(f"{stack}/" for stack in stacks))
 
 
 def _weight_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """Returns the spec that shards an array along its longest axis that `fsdp` divides.
+    """Returns the spec that shards an array along its longest axis divisible by `fsdp`.
 
-    Small arrays, and those without such an axis, are replicated.
+    Small arrays and arrays without such an axis are replicated.
     """
     parts = mesh.shape[FSDP_AXIS]
     axes = [axis for axis, size in enumerate(shape) if size % parts == 0]
@@ -119,7 +119,7 @@ def _weight_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
 
 
 def gather_by_block(model: nnx.Module, mesh: Mesh) -> None:
-    """Makes the stacks of a model gather the sharded weights of a block when they run it.
+    """Makes a model's stacks gather the sharded weights of each block when it runs.
 
     The weights of the other blocks stay sharded.
     """
@@ -132,7 +132,7 @@ def gather_by_block(model: nnx.Module, mesh: Mesh) -> None:
 
 def _gather_block(mesh, block):
     def gather(weight):
-        # Without the sharded layout before it, XLA keeps the full copy for the gradient.
+        # Without the sharded constraint first, XLA would keep the full copy for the gradient.
         spec = _weight_spec(weight.shape, mesh)
         weight = jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, spec))
         return jax.lax.with_sharding_constraint(weight, replicated(mesh))
@@ -143,9 +143,9 @@ def _gather_block(mesh, block):
 def gather_outside_stacks(
     params: dict[str, Any], mesh: Mesh, stacks: Sequence[str]
 ) -> dict[str, Any]:
-    """Returns parameters of which those outside the model's `stacks` are whole on every device.
+    """Gathers the parameters outside the model's `stacks` on every device.
 
-    Without this, XLA would shard activations along the channels like the weights.
+    Without this, XLA would shard activations along the channels, like the weights.
     """
 
     def gather(path, leaf):

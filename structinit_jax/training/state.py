@@ -27,7 +27,7 @@ from structinit_jax.training import sharding
 
 
 class TrainState(NamedTuple):
-    """Everything that changes in training. Data order and random keys follow from (seed, step)."""
+    """Everything that training changes. Data order and random keys follow from (seed, step)."""
 
     step: Int[Array, ""]  # number of optimizer steps taken
     params: dict[str, Any]  # trained parameters of the model, a nested dict of float32 arrays
@@ -35,12 +35,12 @@ class TrainState(NamedTuple):
     # the forward pass updates. Empty for a ViT.
     model_state: dict[str, Any]
     opt_state: optax.OptState | None  # None in a state that was restored for evaluation
-    # Moving averages of params and model_state, by these names; None if there are none.
+    # Moving averages of 'params' and 'model_state', by name; None if disabled.
     ema: dict[str, Any] | None = None
 
     @property
     def weights(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The params and model_state to evaluate: their averages, if there are any."""
+        """The params and model_state to evaluate: the moving averages, if there are any."""
         if self.ema is None:
             return self.params, self.model_state
         return self.ema["params"], self.ema["model_state"]
@@ -88,7 +88,7 @@ def abstract_model(
 def abstract_state(
     model: AbstractModel, optimizer: optax.GradientTransformation, with_averages: bool = False
 ) -> TrainState:
-    """Returns shapes, types and shardings of the training state of a model."""
+    """Returns the shapes, types and shardings of a model's training state."""
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(model.mesh))
     opt_state = jax.eval_shape(optimizer.init, model.params)
     opt_state = sharding.shard_opt_state(model.mesh, opt_state, model.params, model.stacks)
@@ -101,23 +101,23 @@ def abstract_state(
 
 
 class InitialModel(NamedTuple):
-    """The arrays that a run starts from, and what the scheme that set them reports."""
+    """The arrays that a run starts from, and the report of the scheme that set them."""
 
     weights: tuple[dict[str, Any], dict[str, Any]]  # parameters and model state
-    # 'init/seconds', 'init/compile_seconds' and, of a scheme that solves, 'init/loss' and the rest
-    # of its report, averaged over the stacks. Empty if the weights are those of a file.
+    # 'init/seconds', 'init/compile_seconds' and, for schemes with a solver, 'init/loss' and the
+    # rest of the report, averaged over the stacks. Empty if the weights come from a file.
     metrics: dict[str, float]
-    # By the name of each stack whose heads have targets: the index of each head's map, and the
-    # distinct maps. Last layers without targets have no row of indices.
+    # For each stack whose heads have targets, by name: the index of each head's map, and the
+    # distinct maps. Trailing layers without targets have no row of indices.
     targets: dict[str, tuple[Int[Array, "first h"], Float[Array, "F N N"]]]
 
 
 def initialize_model(
     config: ConfigDict, model: AbstractModel, scheme: AttentionInit
 ) -> InitialModel:
-    """Draws the arrays of a model and replaces those that a scheme sets; prints how well.
+    """Draws a model's arrays, replaces those that a scheme sets, and prints the scheme's report.
 
-    With `config.start_from`, the weights are those of this file, and the scheme is not used.
+    With `config.start_from`, the weights come from that file and the scheme is not used.
     """
     if config.start_from:
         weights = initialize_from_file(model, config.seed, config.start_from)
@@ -143,7 +143,7 @@ def initialize_model(
     replicated = sharding.replicated(model.mesh)
     out_shardings = (shardings, replicated, replicated)
     traced = jax.jit(draw, out_shardings=out_shardings).trace(seed)
-    # One call draws a whole array, and sharded weights need not fit one device.
+    # The kernel draws a whole array at once, and sharded weights may not fit on one device.
     with _random_kernels(model.mesh.shape[sharding.FSDP_AXIS] == 1):
         lowered = traced.lower()
     program = lowered.compile(_options_for_one_run())
@@ -169,17 +169,17 @@ def initialize_model(
 def initialize_from_file(
     model: AbstractModel, seed: int, path: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Selects the weights of a model from those of a larger one in a safetensors file.
+    """Selects the weights of a model from a larger model in a safetensors file.
 
-    This is the method of Xu et al. 2024, "Initializing Models with Larger Ones". The head is drawn.
-    Returns parameters and model state.
+    This is the method of Xu et al. 2024, "Initializing Models with Larger Ones". The head is drawn
+    at random. Returns parameters and model state.
     """
     try:
         teacher = load_file(Path(path).expanduser())
     except (OSError, SafetensorError) as error:
         raise InputError(
             f"config.start_from={path!r} cannot be read: {error}. It must be a safetensors file of "
-            "a timm model, such as structinit_jax.export writes"
+            "a timm model, such as one that structinit_jax.export writes"
         ) from error
     draw = jax.jit(lambda seed: split_model(model.create(split_seed(seed)[0]))[1:])
     student = nnx.merge(model.graphdef, *jax.device_get(draw(np.uint32(seed))))
@@ -196,12 +196,12 @@ def initialize_state(
     optimizer: optax.GradientTransformation,
     abstract: TrainState,
 ) -> TrainState:
-    """Returns the state before the first step, placed as in `abstract`; donates the weights."""
+    """Returns the state before the first step, sharded like `abstract`; donates the weights."""
 
     def init_state(params, model_state):
         ema = None
         if abstract.ema is not None:
-            # These are copies, since a training step cannot donate one array twice.
+            # Copies, because a training step cannot donate the same array twice.
             ema = jax.tree.map(jnp.copy, {"params": params, "model_state": model_state})
         step = jnp.zeros((), jnp.int32)
         return TrainState(step, params, model_state, optimizer.init(params), ema)
@@ -212,10 +212,10 @@ def initialize_state(
 
 @contextlib.contextmanager
 def _random_kernels(use: bool) -> Iterator[None]:
-    """Lets programs for GPUs that are lowered inside draw by calls of JAX's own kernel, if `use`.
+    """Makes GPU programs that are lowered in the context draw with JAX's own kernel, if `use`.
 
-    The numbers are the same, and the programs compile in half the time. It is not for training
-    steps, which could not fuse draws with what uses them.
+    The random numbers are the same, and the programs compile in half the time. Not for training
+    steps, where XLA could not fuse the draws with the operations that use them.
     """
     flag = "jax_threefry_gpu_kernel_lowering"
     former = getattr(jax.config, flag)
@@ -227,13 +227,13 @@ def _random_kernels(use: bool) -> Iterator[None]:
 
 
 def _options_for_one_run() -> dict[str, Any]:
-    """Returns XLA options for a program that runs once, which halve its compile time on CPUs.
+    """Returns XLA options that halve the CPU compile time of a program that runs once.
 
-    It runs as fast as with all optimizations. Nothing is set if the user sets `XLA_FLAGS`.
+    The program runs as fast as with all optimizations. No options are set if `XLA_FLAGS` is set.
     """
     if jax.default_backend() != "cpu" or "XLA_FLAGS" in os.environ:
         return {}
     options = {"xla_backend_optimization_level": 1, "xla_cpu_parallel_codegen_split_count": 1}
-    if jaxlib.version.__version_info__ < (0, 11):  # Later ones have no such option.
+    if jaxlib.version.__version_info__ < (0, 11):  # Later versions have no such option.
         options["xla_cpu_use_fusion_emitters"] = False
     return options

@@ -35,12 +35,12 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch, ArrayLike], tuple[TrainState, Metrics]]:
     """Builds the training step, `(state, batch, seed) -> (state, metrics)`.
 
-    The seed is an argument, so that runs that differ only in it share one compiled program.
+    The seed is an argument so that runs with different seeds share one compiled program.
 
-    The metrics are 'loss', 'accuracy' (unless images are mixed, since these have two classes),
-    'learning_rate', 'gradient_norm' and 'finite': whether the new state has no NaN or infinity. The
-    schedule `learning_rate` is only for the metrics; the optimizer has its own. Gradients and new
-    weights stay sharded over the mesh.
+    The metrics are 'loss', 'accuracy' (unless images are mixed, because mixed images have two
+    classes), 'learning_rate', 'gradient_norm' and 'finite' (whether the new state has no NaN or
+    infinity). The schedule `learning_rate` is only for the metrics; the optimizer has its own.
+    Gradients and new weights stay sharded over the mesh.
     """
     mesh = model.mesh
     augment = make_augmentation(config, mesh)
@@ -88,9 +88,9 @@ def make_augmentation(config: ConfigDict, mesh: Mesh) -> Augment:
 
 
 def _move_average(decay, average, value):
-    if not jnp.issubdtype(value.dtype, jnp.inexact):  # It is a counter.
+    if not jnp.issubdtype(value.dtype, jnp.inexact):  # Counters are not averaged.
         return value
-    return average + (1 - decay) * (value - average)  # Constant weights stay equal to the bit.
+    return average + (1 - decay) * (value - average)  # Constant weights stay bit-identical.
 
 
 def _make_value_and_grad(graphdef, loss):
@@ -103,7 +103,7 @@ def _make_value_and_grad(graphdef, loss):
         accuracy = jnp.mean(logits.argmax(-1) == targets.argmax(-1))
         losses = loss(logits, targets)
         shape = np.shape(losses)
-        needs = f"{logits.shape[:1]}, the loss of each example"
+        needs = f"{logits.shape[:1]}, one loss per example"
         require("config.loss(logits, targets).shape", shape, needs, shape == logits.shape[:1])
         return jnp.mean(losses), (accuracy, split_model(model)[2])
 
@@ -137,8 +137,8 @@ def _in_parts(value_and_grad, num_parts):
 
 def _is_finite(tree):
     """Whether all floating-point arrays are finite. The others are counters and random keys."""
-    # A sum is finite only if its terms are. Adding arrays of one shape first, such as a weight and
-    # its moments, leaves a third of the kernels to compile.
+    # A sum is finite only if all its terms are. Adding arrays of the same shape first, such as a
+    # weight and its moments, reduces the number of kernels to compile to a third.
     sums = {}
     for x in jax.tree.leaves(tree):
         if jnp.issubdtype(x.dtype, jnp.inexact):

@@ -21,12 +21,12 @@ from structinit_jax.training.evaluation import make_evaluator
 from structinit_jax.training.metrics import MetricsLog, Progress, StepTrace, average
 from structinit_jax.training.step import MAX_IN_FLIGHT, make_train_step
 
-with epy.lazy_imports():  # They are first used while the training step compiles.
+with epy.lazy_imports():  # First used while the training step compiles.
     from clu import parameter_overview
 
     from structinit_jax.training import figures
 
-# Exit code of a run that a signal has stopped: EX_TEMPFAIL of sysexits.h, "try again later".
+# Exit code of a run that was stopped by a signal: EX_TEMPFAIL in sysexits.h, "try again later".
 PREEMPTED_EXIT_CODE = 75
 
 
@@ -41,13 +41,13 @@ def train(
 
     Args:
       config: See `structinit_jax.config.base_config`.
-      workdir: Gets `config.json`, `metrics.jsonl`, `tensorboard/`, `checkpoints/` and the files of
-        `figures.write_by_class`. A path, or a URL of object storage, such as gs://BUCKET/RUN.
+      workdir: Output directory for `config.json`, `metrics.jsonl`, `tensorboard/`, `checkpoints/`
+        and `per_class.csv`. A path, or an object storage URL such as gs://BUCKET/RUN.
       profile_step: First of four steps to trace to `profile/`, counted from the start or resume.
-      stop_request: Records SIGTERM and SIGINT. A caller that trains several runs passes one and
-        checks it between runs, since a signal during the last step raises no `StoppedError`.
-      on_evaluation: Called with the step and the results of each evaluation, when they are logged
-        and the checkpoint of the step is being written. If it returns True, training ends there.
+      stop_request: Records SIGTERM and SIGINT. A caller that trains several runs passes its own and
+        checks it between runs, because a signal during the last step raises no `StoppedError`.
+      on_evaluation: Called with the step and the results of each evaluation, after they are logged
+        and while the checkpoint is being written. If it returns True, training ends there.
 
     Returns:
       The results of the last evaluation.
@@ -64,7 +64,7 @@ def train(
 
         # -- Data and workdir ----------------------------------------------------------------------
         dataset = build.open_data(config)
-        # The workdir is locked before images are read, which may take long.
+        # Lock the workdir before reading images, which can take a long time.
         workdir = on_exit.enter_context(workdir_lib.open_workdir(workdir))
         train_source, eval_source = build.open_splits(config, dataset)
 
@@ -93,9 +93,9 @@ def train(
             workdir_lib.check_resume(saved, record, config, schedule.num_steps, place)
 
         # -- Training step -------------------------------------------------------------------------
-        # It is compiled ahead of time, so that a batch or a state of an unexpected shape is an
-        # error instead of a second compilation. XLA compiles in a thread of its own, while state
-        # and batches are prepared. JAX traces here, as its context managers are thread-local.
+        # Compiled ahead of time, so that a batch or state of an unexpected shape raises an error
+        # instead of recompiling. XLA compiles in its own thread while state and batches are
+        # prepared. JAX traces here, because its context managers are thread-local.
         lowered = train_step.lower(abstract_state, build.abstract_batch(config, mesh), build.SEED)
         compiling = ThreadPoolExecutor(1, "compile").submit(lowered.compile)
 
@@ -108,7 +108,7 @@ def train(
             print(parameter_overview.get_parameter_overview(model.params, include_stats=False))
             weights, init_metrics, _ = state_lib.initialize_model(config, model, scheme)
             state = state_lib.initialize_state(*weights, optimizer, abstract_state)
-            del weights  # The state has taken over their memory.
+            del weights  # Their memory was donated to the state.
         if jax.process_index() == 0:
             files.write_atomically(workdir / "config.json", config.to_json(indent=2) + "\n")
         log = MetricsLog(workdir, start_step)
@@ -119,8 +119,8 @@ def train(
         # -- Batches, evaluation and compiled step -------------------------------------------------
         stream = build.train_batches(config, train_source, mesh, start_step, schedule.num_steps)
         on_exit.callback(stream.close)
-        # The first batch is made while the training step still compiles, because it takes longer
-        # than the others: a split on the devices compiles its gather, another starts its threads.
+        # The first batch takes longer than the others (a split in device memory compiles its
+        # gather, other splits start threads), so it is made while the training step compiles.
         batches = itertools.chain(list(itertools.islice(stream, 1)), stream)
         evaluate = make_evaluator(config, model, eval_source)
         train_step = compiling.result()
@@ -138,17 +138,17 @@ def train(
         initial_share = config.ema_decay**schedule.num_steps
         if initial_share > 0.01:
             print(
-                f"note: in the averages that are evaluated, the initial weights will still have a "
-                f"share of {initial_share:.0%}: lower config.ema_decay={config.ema_decay}"
+                f"note: the initial weights will still make up {initial_share:.0%} of the averages "
+                f"that are evaluated: lower config.ema_decay={config.ema_decay}"
             )
-        # The metrics of steps stay on the devices until they are logged: to wait for those of each
-        # step would leave the devices idle until the host has started the next one.
+        # Metrics stay on the devices until they are logged. Waiting for each step's metrics would
+        # leave the devices idle until the host starts the next step.
         pending = {}
         progress = Progress(start_step, schedule, config.batch_size)
         trace = StepTrace(workdir, profile_step and start_step + profile_step)
         on_exit.callback(trace.close)
         trace.after(start_step, state)
-        # The seed is on the devices, since the loop transfers nothing implicitly.
+        # The seed is put on the devices because the loop disallows implicit transfers.
         seed = jax.device_put(np.uint32(config.seed), sharding.replicated(mesh))
         stop_request = on_exit.enter_context(stop_request or distributed.StopRequest())
         evaluation = None
@@ -159,11 +159,11 @@ def train(
                 batch = next(batches)
             state, metrics = train_step(state, batch, seed)
             pending[step] = metrics
-            # The host is at most this many steps ahead, as each holds the memory of a batch.
+            # The host stays at most MAX_IN_FLIGHT steps ahead because each one holds a batch.
             jax.block_until_ready(pending.get(step - MAX_IN_FLIGHT))
             trace.after(step, state)
             if step == start_step + 1:
-                # Waiting for this step alone costs little, and tells how long the start took.
+                # Waiting only for this step costs little and shows how long startup took.
                 jax.block_until_ready(metrics)
                 print(f"first step after {time.perf_counter() - began:.1f} s", flush=True)
 
@@ -171,8 +171,8 @@ def train(
             evaluates = step in schedule.eval_steps
             stops = stop_request.reached(step - start_step) and not is_last
             saves = evaluates or stops or step % config.checkpoint_every_steps == 0
-            # Metrics are also logged with every checkpoint, because a run that is resumed from it
-            # does not repeat the steps before.
+            # Metrics are also logged with every checkpoint, because a resumed run does not repeat
+            # the steps before it.
             if saves or step % config.log_every_steps == 0:
                 steps = jax.device_get(pending)
                 pending.clear()
@@ -189,7 +189,7 @@ def train(
             if saves:
                 record["accuracy"] = results["eval/accuracy"] if evaluates else None
                 with progress.wait("checkpoint"):
-                    # A run that is resumed from the checkpoint needs the lines of the log so far.
+                    # A run that resumes from this checkpoint needs the log up to this step.
                     log.upload()
                     checkpoints.save(step, state, record)
             if evaluates and on_evaluation:
@@ -204,7 +204,7 @@ def train(
                     "checkpoint: run the same command again to resume",
                     exit_code=PREEMPTED_EXIT_CODE,
                 )
-        if not evaluation:  # The run had reached its last step before.
+        if not evaluation:  # The run had already reached its last step.
             evaluation = evaluate(state)
         if jax.process_index() == 0:
             figures.write_by_class(workdir, evaluation.labels, evaluation.predicted, names)
@@ -229,5 +229,5 @@ def _check_finite(steps, checkpoints):
             f"To see the images of this step, run structinit_jax.show with --step={step} and this "
             f"--workdir. The same command resumes from step {checkpoints.latest_step or 0} and "
             "repeats the step: lower config.learning_rate or set config.clip_norm",
-            exit_code=2,  # A launcher must not restart the run, since it would end like this again.
+            exit_code=2,  # A launcher must not restart the run: it would end the same way.
         )

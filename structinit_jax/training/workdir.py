@@ -1,8 +1,8 @@
 """The output directory of a run: one run at a time uses it, and only the same run resumes from it.
 
-What may change in the config depends on what a checkpoint is for. `check_config` takes a function
-that says whether the value of a field, such as 'model.depth', must stay: `decides_weights`,
-`decides_start` or `decides_run`, each of which includes the one before.
+Which fields of the config may change depends on what a checkpoint is used for. `check_config` takes
+a function that says whether the value of a field, such as 'model.depth', must stay the same:
+`decides_weights`, `decides_start` or `decides_run`, each of which includes the previous one.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from structinit_jax.files import is_url, open_path, read_file
 from structinit_jax.training import distributed
 
 LOCK = ".lock"
-COMPARISON = "compare.json"  # of the workdir of `structinit_jax.compare`, which holds those of runs
-SCHEME = "attention_init."  # the fields of this section
-# How a model is computed and regularized: its trained weights do not depend on it.
+COMPARISON = "compare.json"  # in the workdir of `structinit_jax.compare`, which holds run workdirs
+SCHEME = "attention_init."  # prefix of the fields in this section
+# How a model is computed and regularized. Trained weights work with any values of these fields.
 COMPUTATION = ("model.drop_path", "model.dtype", "model.remat")
 
 
@@ -38,9 +38,9 @@ COMPUTATION = ("model.drop_path", "model.dtype", "model.remat")
 
 @contextlib.contextmanager
 def open_workdir(workdir: epath.PathLike) -> Iterator[epath.Path]:
-    """Creates and locks the output directory of a run within the context.
+    """Creates the output directory of a run, and locks it within the context.
 
-    In object storage there is no lock: make sure that one run at a time uses a directory.
+    There is no lock in object storage: make sure that only one run at a time uses a directory.
     """
     if is_url(workdir):
         yield open_path(workdir)
@@ -48,7 +48,7 @@ def open_workdir(workdir: epath.PathLike) -> Iterator[epath.Path]:
     with contextlib.ExitStack() as locked:
         with distributed.shared_errors():
             path = prepare_workdir(workdir)
-            needs = "that of a run, such as the comparison's SETTING/seed_K"
+            needs = "the directory of a run, such as a comparison's SETTING/seed_K"
             require("workdir", str(workdir), needs, not (path / COMPARISON).exists())
             if jax.process_index() == 0:
                 locked.enter_context(lock_workdir(path))
@@ -57,7 +57,7 @@ def open_workdir(workdir: epath.PathLike) -> Iterator[epath.Path]:
 
 def prepare_workdir(workdir: epath.PathLike) -> Path:
     """Creates the output directory and returns its absolute path."""
-    require("workdir", workdir, "a directory, no URL, for this command", not is_url(workdir))
+    require("workdir", workdir, "a directory, not a URL, for this command", not is_url(workdir))
     path = Path(workdir).expanduser().absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -94,8 +94,8 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
 
 
 def identify(workdir: epath.Path) -> str:
-    """Returns the lock's text, or the URL: the same in all processes that share the directory."""
-    multihost_utils.sync_global_devices("workdir")  # process 0 has written it
+    """Returns the lock file's text, or the URL: equal in all processes that share a directory."""
+    multihost_utils.sync_global_devices("workdir")  # until process 0 has written the lock
     if is_url(workdir):
         return str(workdir)
     return read_file(workdir / LOCK).decode(errors="replace")
@@ -107,9 +107,9 @@ def identify(workdir: epath.Path) -> str:
 def make_record(
     config: ConfigDict, train_source: ImageSource, eval_source: ImageSource, names: list[str]
 ) -> dict[str, Any]:
-    """Returns what is saved with each checkpoint, see `checkpoint_files.read_run`.
+    """Returns the record saved with each checkpoint; see `checkpoint_files.read_run`.
 
-    The config is in the form in which JSON returns it, with lists for tuples.
+    The config is in the form that JSON returns, with lists instead of tuples.
     """
     data = config.data
     split = f"{data.name} {data.eval_split}, crop_fraction {data.crop_fraction}"
@@ -129,18 +129,18 @@ def check_processes(record: Mapping[str, Any], workdir: epath.Path) -> None:
 
 
 def decides_weights(field: str) -> bool:
-    """Whether trained weights need the value of a field."""
+    """Whether trained weights can be used only with the same value of a field."""
     return field.startswith(("model.", "data.mean", "data.std")) and field not in COMPUTATION
 
 
 def decides_start(field: str) -> bool:
-    """Whether the initial weights depend on a field, or the trained ones need its value."""
+    """Whether the initial weights depend on a field, or trained weights need the same value."""
     starts = field in ("start_from", "seed") or field.startswith(SCHEME)
     return starts or decides_weights(field)
 
 
 def decides_run(field: str) -> bool:
-    """Whether a run with another value of a field would be another run."""
+    """Whether changing the value of a field would make it a different run."""
     return decides_start(field) or field in (
         "batch_size",
         "optimizer",
@@ -160,7 +160,7 @@ def check_resume(
     num_steps: int,
     place: str,
 ) -> None:
-    """Checks that a run of `num_steps` continues that of a checkpoint; prints changed fields.
+    """Checks that a run of `num_steps` can resume from a checkpoint; prints changed fields.
 
     `saved` is the record of the checkpoint, `record` that of the run. `place` names the checkpoint
     in messages, for example 'step 400 in /tmp/digits'.
@@ -184,17 +184,17 @@ def check_resume(
 def check_config(
     old: Mapping[str, Any], config: ConfigDict, must_stay: Callable[[str], bool], place: str
 ) -> str:
-    """Lists the fields that differ from an old config, as read from JSON, one a line.
+    """Lists the fields that differ from an old config, as read from JSON, one per line.
 
-    Fields that only one config has, since another version wrote the other, are left out. An option
-    of the scheme that is not set has its default. Raises `InputError` if the rest include one that
-    `must_stay` as in `place`.
+    Fields that only one config has are skipped: another version wrote the other. Scheme options
+    that are not set have their defaults. Raises `InputError` if a listed field `must_stay` as in
+    `place`.
     """
     old = flatten_dict(old, sep=".")
     new = flatten_dict(json.loads(config.to_json()), sep=".")  # with lists for tuples, as in `old`
     options = [field for field in old.keys() | new.keys() if field.startswith(SCHEME)]
     defaults = dict.fromkeys(options)
-    with contextlib.suppress(InputError):  # A scheme of the user's own need not be there.
+    with contextlib.suppress(InputError):  # A custom scheme may not be importable.
         for option, default in scheme_options(new.get(f"{SCHEME}name", "")).items():
             defaults[SCHEME + option] = list(default) if isinstance(default, tuple) else default
     old = defaults | old
@@ -206,7 +206,7 @@ def check_config(
 
     if refused := [field for field in changed if must_stay(field)]:
         raise InputError(
-            f"these fields of the config must be as in {place}:\n{describe(refused)}\n"
+            f"these config fields must be the same as in {place}:\n{describe(refused)}\n"
             "Restore the old values, or use another workdir"
         )
     return describe(changed)

@@ -1,4 +1,4 @@
-"""Writes the references that the command line names."""
+"""Writes the references named on the command line."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""Imports torchvision, which timm needs, beside any build of torch.
+"""Imports torchvision, which timm needs, alongside any build of torch.
 
-Its compiled operators need not fit the installed torch. The reference programs and the benchmarks
-use none of them, so it is enough that their names are defined. Import this, or run it with
-`runpy.run_path`, before timm.
+Its compiled operators may not match the installed torch. The reference programs and the benchmarks
+use none of them, so defining their names is enough. Import this module, or run it with
+`runpy.run_path`, before importing timm.
 """
 
 from torch import library

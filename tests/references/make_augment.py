@@ -1,4 +1,4 @@
-"""Random draws of timm: magnitudes, operations, λ, boxes and erased areas."""
+"""timm's random draws: magnitudes, operations, λ, boxes and erased areas."""
 
 import random
 

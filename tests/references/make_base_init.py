@@ -1,7 +1,7 @@
 """Mean, standard deviation and largest absolute value of the initial values of timm's models.
 
 'pytorch' is a model whose `init_weights` is skipped. timm 1.0.31 then does not initialize tokens
-and positions. The versions of the papers (0.9.16 and 1.0.22) set the tokens to zero and draw
+or positions. The papers' versions (0.9.16 and 1.0.22) set the tokens to zero and draw
 positions with a standard deviation of 0.02.
 """
 
@@ -24,7 +24,7 @@ SIZES = dict(img_size=32, patch_size=4, num_classes=200)
 
 
 def make_model(family, base_init):
-    """Builds one of timm's models as base_init says."""
+    """Builds one of timm's models with the given base_init."""
     options = SIZES | dict(weight_init="" if base_init == "timm" else "skip")
     if family == "vit":
         return VisionTransformer(**options, embed_dim=128, depth=1, num_heads=4)

@@ -1,4 +1,4 @@
-"""What small ConvMixers of timm compute in training and evaluation.
+"""Outputs of small timm ConvMixers in training and evaluation.
 
 Inputs are not square; weights and running statistics are random. Keys: `state/` is the model,
 `evaluation/` and `training/` the blocks' outputs and the logits, `after/` the running statistics
@@ -34,7 +34,7 @@ def record(kernel_size):
         arrays |= {f"state/{k}": v.numpy().copy() for k, v in model.state_dict().items()}
         for mode in ("evaluation", "training"):
             model.train(mode == "training")
-            features, blocks = model.forward_intermediates(images)  # moves the statistics once
+            features, blocks = model.forward_intermediates(images)  # updates the statistics once
             pooled = model.forward_head(features)
             arrays[f"{mode}/blocks"] = torch.stack(blocks).permute(0, 1, 3, 4, 2).numpy()
             arrays[f"{mode}/logits"] = pooled.numpy()

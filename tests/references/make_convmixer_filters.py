@@ -20,7 +20,7 @@ CASES = (("impulse", 3), ("box1", 3), ("box4", 3), ("box9", 3), ("box7", 8), ("r
 
 
 def load(path):
-    """Returns the program's function that draws filters, without its imports."""
+    """Returns the program's function that draws filters, without importing the program."""
     tree = ast.parse(pathlib.Path(path).read_text())
     tree.body = [node for node in tree.body if getattr(node, "name", "") == "SpatialConv2d_init"]
     names = {"torch": torch, "np": np}
@@ -29,7 +29,7 @@ def load(path):
 
 
 def moments(filters):
-    """Means over the filters [C, f²] and by place: of the weights, of their squares, and of
+    """Means over the filters [C, f²]: of the weights and their squares, by position, and of
     the fourth power of a filter's norm."""
     squares = filters.square()
     return dict(

@@ -1,4 +1,4 @@
-"""What the blocks and the head of a small MLP-Mixer of timm compute with random weights.
+"""Outputs of the blocks and the head of a small timm MLP-Mixer with random weights.
 
 The input is not square. Norms, biases and the head, which start at constants, are random too.
 """

@@ -1,4 +1,4 @@
-"""The number of parameters of timm's models, by name, in `parameter_counts.json`."""
+"""Parameter counts of timm's models, by name, for `parameter_counts.json`."""
 
 import timm
 import torch

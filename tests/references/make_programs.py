@@ -1,13 +1,13 @@
-"""Records again what the authors' programs do for each recipe of `programs.json`.
+"""Updates the record of what the authors' programs do for each recipe in `programs.json`.
 
     cd tests
     python -m references.make_programs 2024 CHECKOUT   # github.com/osiriszjq/structured_init
     python -m references.make_programs 2025 CHECKOUT   # .../structured_initialization
 
 CHECKOUT is the timm folder inside the repository, at commit 48b59c3 or 2623dcc. The commands in
-`programs.json` are those of its README, except that there is none for ConvMixer: the 2024 paper
-trains it like its small ViTs, with learning rate 0.01 for 100 epochs. The schedules, optimizers and
-transforms are built by the program's own functions. `benchmarks/fidelity.py` compares with them.
+`programs.json` are from its README, which has none for ConvMixer: the 2024 paper trains it like its
+small ViTs, with learning rate 0.01 for 100 epochs. The schedules, optimizers and transforms are
+built by the program's own functions. `benchmarks/fidelity.py` compares with this record.
 """
 
 import json
@@ -39,7 +39,7 @@ def main(paper, checkout):
 
 
 def record_recipe(train, command, **arguments):
-    """Builds what one command trains with; the arguments are the model's."""
+    """Builds what one command trains with, and records it; `arguments` go to the model."""
     sys.argv = ["train.py", "DATA", *command.split()]
     args, _ = train._parse_args()
     model = train.create_model(args.model, num_classes=args.num_classes, **arguments)
@@ -90,7 +90,7 @@ def record_augmentation(args, data):
     for step in transform.transforms:
         name = type(step).__name__
         if name == "RandomResizedCropAndInterpolation":
-            if args.scale != args.ratio:  # both are (1, 1) where images have the input's size
+            if args.scale != args.ratio:  # both are (1, 1) if images have the input size
                 if (step.scale, step.ratio) != ((0.08, 1.0), (3 / 4, 4 / 3)):
                     raise ValueError(f"unknown crop {step}")
                 fields["crop"] = "resized"
@@ -111,7 +111,7 @@ def record_augmentation(args, data):
 
 
 def kind(name):
-    """Returns a parameter's name without the number of its block."""
+    """Returns a parameter's name without its block number."""
     return re.sub(r"^blocks\.\d+\.", "blocks.", name)
 
 

@@ -1,4 +1,4 @@
-"""How other projects name their parameters, and with which shapes.
+"""Names and shapes of other projects' parameters.
 
 Made with timm 1.0.31, transformers 5.24.0, vit-pytorch 1.26.11, torchvision 0.28.0 and torch
 2.13.0. `benchmarks/hits.py` measures attention maps in models of these libraries.
@@ -49,7 +49,7 @@ def hugging_face():
 
 
 def encoder():
-    """Returns a ViT of one's own around `torch.nn.TransformerEncoder`."""
+    """Returns a custom ViT built around `torch.nn.TransformerEncoder`."""
     layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True)
     model = torch.nn.Module()
     model.positions = torch.nn.Parameter(torch.zeros(1, 36, 32))
@@ -67,7 +67,7 @@ def make():
         models[key] = family(**sizes, mlp_dim=64, dim_head=8)
     models["torch_encoder"] = encoder()
     states = {key: model.state_dict() for key, model in models.items()}
-    for key in ("huggingface", "dinov2"):  # their files have other names than their modules
+    for key in ("huggingface", "dinov2"):  # names differ between their files and modules
         with tempfile.TemporaryDirectory() as folder:
             models[key].save_pretrained(folder)
             states[f"{key}_file"] = load_file(f"{folder}/model.safetensors")

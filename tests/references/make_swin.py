@@ -1,7 +1,7 @@
-"""What timm's Swin computes with random weights, by case.
+"""Outputs of timm's Swin with random weights, by case.
 
-Its weights, images, the output of every block, logits, and the gradient of sum(cotangent · logits)
-where windows are shifted.
+Records weights, images, the output of every block, logits and, where windows are shifted, the
+gradient of sum(cotangent · logits).
 """
 
 import torch
@@ -9,11 +9,11 @@ from timm.models.swin_transformer import SwinTransformer
 
 COMMON = dict(in_chans=2, num_classes=5, embed_dim=8, num_heads=(2, 4), mlp_ratio=2)
 CASES = {
-    # Grid 8×8, then 4×4: four windows with shift and mask, then a single one of just that size.
+    # Grid 8×8, then 4×4: four windows with shift and mask, then a single 4×4 window.
     "shifted": dict(img_size=(32, 32), depths=(4, 2), window_size=4),
-    # Grid 7×11, then 4×6: padding of windows and of patch merging, a shift along one side only.
+    # Grid 7×11, then 4×6: padding of windows and of patch merging, a shift along one axis only.
     "padded": dict(img_size=(28, 44), depths=(2, 3), window_size=4),
-    # Pixels behind the last patch; grid 7×7, then 4×4: windows larger than the map.
+    # Pixels beyond the last patch; grid 7×7, then 4×4: windows larger than the map.
     "single": dict(img_size=(30, 30), depths=(2, 1), window_size=8),
 }
 

@@ -1,7 +1,7 @@
 """What timm's train.py does: learning rates, weight decay, and a batch with mixup.
 
-The schedules are those of the papers' public commands; `create_scheduler_v2`, `create_optimizer_v2`
-and `create_loader` get the arguments that train.py passes on.
+The schedules are from the papers' public commands; `create_scheduler_v2`, `create_optimizer_v2` and
+`create_loader` get the arguments that train.py passes.
 """
 
 import numpy as np
@@ -85,7 +85,7 @@ def mixed_batch():
     cpu = dict(device=torch.device("cpu"), num_workers=0, persistent_workers=False)
     options = dict(is_training=True, no_aug=True, collate_fn=collate)
     batch, targets = next(iter(create_loader(Images(), (3, 8, 8), len(pixels), **options, **cpu)))
-    labels = targets.numpy().argmax(1)[::-1]  # the larger share is that of the mirror image
+    labels = targets.numpy().argmax(1)[::-1]  # the mirror image in the batch has the larger share
     names = ("inputs", "labels", "images", "targets")
     arrays = (pixels[labels], labels, batch.permute(0, 2, 3, 1).numpy(), targets.numpy())
     return dict(zip(names, arrays, strict=True))

@@ -1,6 +1,6 @@
-"""What timm's ViT computes with random weights.
+"""Outputs and gradients of timm's ViT with random weights.
 
-Biases, norms, scales and tokens are moved off their initial values, so that none can hide.
+Biases, norms, scales and tokens are moved off their initial values, so that each has an effect.
 """
 
 import torch
@@ -56,7 +56,7 @@ def record(name, options):
 
 
 def load_at_another_resolution(state_dict):
-    """What the model of the case 'layer_scale' computes from images of 12 rather than 8 pixels."""
+    """Outputs of the 'layer_scale' model for images of 12 instead of 8 pixels."""
     options = CASES["layer_scale"] | dict(img_size=12, num_classes=0)
     model = VisionTransformer(**SMALL | options).eval()
     state_dict = {k: v for k, v in state_dict.items() if not k.startswith("head.")}

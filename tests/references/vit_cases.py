@@ -1,4 +1,4 @@
-"""Our ViTs that `make_vit.py` records of timm: the arguments of all, and those of each."""
+"""Our versions of the timm ViTs in `make_vit.py`: shared arguments and those of each case."""
 
 SMALL = dict(patch_size=4, channels=3, num_classes=5, width=16, depth=2, num_heads=2)
 CASES = {
