@@ -22,7 +22,9 @@ from sklearn.datasets import load_sample_images
 from structinit_jax.attention_init import impulse
 from structinit_jax.interop import initialize, torch_maps
 
-SIZE, CROPS, DEPTH = 224, 4, 12
+SIZE = 224
+CROPS = 4
+DEPTH = 12
 SIGLIP, CLIP = "Hugging Face's `SiglipVisionConfig()`", "Hugging Face's `CLIPVisionConfig()`"
 NOTE = """\
 Share of tokens that attend most to their head's target, by layer, before training.
@@ -71,14 +73,17 @@ def quiet(params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def photographs() -> torch.Tensor:
     """Returns random square crops [CROPS, 3, SIZE, SIZE] of photographs, normalized as in timm."""
-    rng, sources, crops = np.random.default_rng(0), load_sample_images().images, []
+    rng = np.random.default_rng(0)
+    sources = load_sample_images().images
+    crops = []
     for index in range(CROPS):
         image = sources[index % 2]
         side = int(min(image.shape[:2]) * rng.uniform(0.5, 1))
         y, x = (rng.integers(length - side + 1) for length in image.shape[:2])
         crop = Image.fromarray(image[y : y + side, x : x + side])
         crops.append(np.asarray(crop.resize((SIZE, SIZE), Image.Resampling.BICUBIC)))
-    mean, std = timm.data.IMAGENET_DEFAULT_MEAN, timm.data.IMAGENET_DEFAULT_STD
+    mean = timm.data.IMAGENET_DEFAULT_MEAN
+    std = timm.data.IMAGENET_DEFAULT_STD
     images = ((np.stack(crops) / 255 - mean) / std).astype(np.float32)
     return torch.from_numpy(images).permute(0, 3, 1, 2)
 
@@ -91,7 +96,8 @@ def hit_rate(maps: np.ndarray, side: int) -> float:
     count.
     """
     y, x = np.divmod(np.arange(side * side), side)
-    strongest, rates = maps.argmax(axis=-1), []
+    strongest = maps.argmax(axis=-1)
+    rates = []
     for head in range(maps.shape[1]):
         offsets = np.stack([y[strongest[:, head]] - y, x[strongest[:, head]] - x], axis=-1)
         offsets, counts = np.unique(offsets.reshape(-1, 2), axis=0, return_counts=True)
@@ -108,7 +114,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", default="hits.md", help="Markdown file (default: hits.md)")
     arguments = parser.parse_args()
-    images, lines = photographs(), [NOTE]
+    images = photographs()
+    lines = [NOTE]
     for name, num_heads, is_quiet in ROWS:
         model = make_model(name)
         params = quiet(model.state_dict()) if is_quiet else model.state_dict()

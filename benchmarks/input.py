@@ -33,7 +33,8 @@ from PIL import Image
 
 IMPORT_TORCHVISION = Path(__file__).parents[1] / "tests" / "references" / "import_torchvision.py"
 SIZES = ("500x375", "1600x1200")
-IMAGE_SIZE, BATCH_SIZE = 224, 64
+IMAGE_SIZE = 224
+BATCH_SIZE = 64
 FILES = 32
 BATCHES = 30  # timed
 ROUNDS = 5  # the median is reported

@@ -38,7 +38,8 @@ CONFIG = [
     "--config.log_every_steps=10",
     "--config.eval_every_epochs=10",
 ]
-KILLS, STEPS = 50, 2000
+KILLS = 50
+STEPS = 2000
 EARLY = 0.2  # probability of a kill before the first step
 SKIPPED = "note: skipping checkpoint"  # start of a line about a damaged checkpoint
 TIMES = ("images_per_second", "data_wait", "checkpoint_wait", "evaluation_wait")

@@ -36,7 +36,8 @@ def time_start(cache: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as workdir:
         command = [sys.executable, "-m", "structinit_jax.main"]
         command += [f"--config={CONFIG}", f"--workdir={workdir}"]
-        begin, seconds = time.perf_counter(), {}
+        begin = time.perf_counter()
+        seconds = {}
         with subprocess.Popen(command, env=environment, stdout=-1, text=True) as process:
             for line in process.stdout:
                 for mark, name in MARKS.items():

@@ -128,7 +128,8 @@ def sweep(
     """
     if config.augment.crop == "resized" or config.start_from or config.ema_decay:
         raise InputError("augment.crop='resized', start_from and ema_decay are not supported")
-    data, size = config.data, config.data.image_size
+    data = config.data
+    size = data.image_size
     train_source, eval_source = build.open_splits(config, build.open_data(config))
     mesh = build.make_mesh(config, jax.devices()[:1])
     schedule = build.make_schedule(config, len(train_source))
@@ -147,7 +148,8 @@ def sweep(
     init = jax.vmap(jax.vmap(init, out_axes=STATE), out_axes=STATE)
     state = jax.jit(init, out_shardings=sharding.replicated(mesh))(*weights)
     step = make_step(config, model, schedule, np.repeat(np.float32(rates), len(schemes)), seeds)
-    evaluate, accuracies = make_evaluate(config, model, test), {}
+    evaluate = make_evaluate(config, model, test)
+    accuracies = {}
     stream = functools.partial(
         train.train_batches,
         batch_size=config.batch_size,
@@ -166,8 +168,10 @@ def sweep(
 
 def main(overrides: command_line.Overrides) -> None:
     """Prints the accuracies of all runs and writes them as JSON."""
-    config, out = command_line.read_config(overrides), command_line.out_path("sweep.json")
-    schemes, rates = list(map(read_scheme, SCHEME.value)), list(map(float, RATES.value))
+    config = command_line.read_config(overrides)
+    out = command_line.out_path("sweep.json")
+    schemes = list(map(read_scheme, SCHEME.value))
+    rates = list(map(float, RATES.value))
     for field, _ in overrides:
         if field == "seed" or field.startswith("attention_init."):
             raise InputError(f"--config.{field} is not used: see --scheme and --num_seeds")

@@ -48,8 +48,8 @@ if [[ -n ${CUDA_VISIBLE_DEVICES:-} && -z $cpu_devices ]]; then
 fi
 
 # Set before the first process starts, so that a signal never leaves processes behind.
-pids=() stopped=0
-trap 'stopped=1; kill -TERM "${pids[@]}" 2> /dev/null || true' INT TERM
+pids=() stopped=0 signaled=0
+trap 'stopped=1 signaled=1; kill -TERM "${pids[@]}" 2> /dev/null || true' INT TERM
 for ((i = 0; i < processes && !stopped; i++)); do
   if [[ -n $cpu_devices ]]; then
     virtual=--xla_force_host_platform_device_count=$cpu_devices
@@ -73,7 +73,8 @@ status=0
 for ((left = ${#pids[@]}; left > 0; left--)); do
   code=0
   wait -n 2> /dev/null || code=$? # bash would report processes that are killed below
-  while ((code > 128)) && (($(jobs -pr | wc -l) == left)); do # this script received a signal
+  while ((code > 128 && signaled)); do # a signal to this script ended the wait
+    signaled=0
     code=0
     wait -n 2> /dev/null || code=$?
   done

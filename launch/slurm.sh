@@ -5,14 +5,12 @@
 #
 # Relative paths are relative to the root of this repository.
 #
-#   --name=NAME        job name (default: structinit_jax); a queued or running job is not submitted twice
+#   --name=NAME        job name (default: structinit_jax); the output goes to NAME-JOB.log
 #   --nodes=N          number of nodes (default: 1)
 #   --gpus=[TYPE:]N    GPUs per node, such as 4 or h100:8 (default: 8)
 #   --cpus=N           CPU cores per GPU, for reading images (default: 8)
 #   --container=IMAGE  run in this container image (needs Pyxis); the repository is mounted in it
 #   --mounts=A:B,...   more directories to mount in the container, such as the workdir
-#   --logs             follow the job's output
-#   --cancel           cancel the job; its run can be resumed
 #   --dry_run          print the commands without running them
 #   --help             print this text
 #
@@ -26,7 +24,7 @@ cd "$(dirname "$0")/.."
 # shellcheck source=launch/common.sh
 source launch/common.sh
 
-name=structinit_jax nodes=1 gpus=8 cpus=8 container='' mounts='' action=submit extra=()
+name=structinit_jax nodes=1 gpus=8 cpus=8 container='' mounts='' extra=()
 while (($#)); do
   case $1 in
     --name=*) name=$(value_of "$1") ;;
@@ -35,8 +33,6 @@ while (($#)); do
     --cpus=*) cpus=$(value_of "$1") ;;
     --container=*) container=$(value_of "$1") ;;
     --mounts=*) mounts=$(value_of "$1") ;;
-    --logs) action=logs ;;
-    --cancel) action=cancel ;;
     --dry_run) dry_run=true ;;
     --help) show_help; exit ;;
     --) shift; break ;;
@@ -49,21 +45,11 @@ done
 [[ -z $mounts || -n $container ]] || fail "--mounts=$mounts needs --container=IMAGE"
 [[ " ${extra[*]}" == *" --gres="* ]] || extra+=("--gpus-per-node=$gpus")
 need sbatch "run this on a login node of the cluster"
+need_flags "$@"
 
-case $action in
-  logs) run tail -n 50 -F "$name.log" ;;
-  cancel) run scancel --name="$name" --me ;;
-  submit)
-    need_flags "$@"
-    if ! $dry_run && [[ -n $(squeue --me --noheader --name="$name") ]]; then
-      echo "job $name is already queued or running; --logs follows it, --cancel cancels it"
-      exit
-    fi
-    if [[ -n $container ]]; then # options of srun, for slurm.sbatch
-      set -- "--container-image=$container" "--container-workdir=$PWD" \
-        "--container-mounts=$PWD:$PWD${mounts:+,$mounts}" "$@"
-    fi
-    run sbatch --job-name="$name" --output="$name.log" --nodes="$nodes" \
-      --ntasks-per-node="${gpus##*:}" --cpus-per-task="$cpus" "${extra[@]}" launch/slurm.sbatch "$@"
-    ;;
-esac
+if [[ -n $container ]]; then # options of srun, for slurm.sbatch
+  set -- "--container-image=$container" "--container-workdir=$PWD" \
+    "--container-mounts=$PWD:$PWD${mounts:+,$mounts}" "$@"
+fi
+run sbatch --job-name="$name" --output="%x-%j.log" --nodes="$nodes" \
+  --ntasks-per-node="${gpus##*:}" --cpus-per-task="$cpus" "${extra[@]}" launch/slurm.sbatch "$@"

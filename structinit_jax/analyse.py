@@ -41,6 +41,7 @@ from structinit_jax.analysis.collect import (
 from structinit_jax.command_line import FLAGS
 from structinit_jax.compare.settings import expand
 from structinit_jax.data.folder import title
+from structinit_jax.errors import require
 from structinit_jax.files import replace_files
 from structinit_jax.training import workdir as workdir_lib
 
@@ -79,10 +80,13 @@ def write(snapshots: list[Snapshot], subject: str, out: Path) -> None:
 
 def main(overrides: command_line.Overrides) -> None:
     """Runs the command."""
+    has_run = bool(FLAGS.workdir) and not FLAGS.schemes
+    needs = "left out with --schemes or without --workdir: there is no checkpoint"
+    require("--step", FLAGS.step, needs, has_run or not FLAGS.step)
     config = command_line.read_config(overrides)
     out = command_line.out_folder("analysis")
     images = read_images(config, FLAGS.num_images)
-    if FLAGS.workdir and not FLAGS.schemes:
+    if has_run:
         step = FLAGS.step or "newest"
         devices = jax.local_devices()[:1]
         restored = evaluate.restore_model(

@@ -95,7 +95,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     step = make_train_step(config, model, optimizer, schedule.learning_rate)
     print(parameter_overview.get_parameter_overview(model.params, include_stats=False))
 
-    with build.explain_out_of_memory():
+    with build.explain_errors():
         lowered = build.jit_step(step, mesh, state).lower(state, batch, build.SEED)
         step = lowered.compile()
     data_bytes = build.data_bytes(config, num_examples, num_eval_examples)

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax.augment import normalize
-from structinit_jax.data.images import BadImageError, CenterCrop
+from structinit_jax.data.images import CenterCrop
 from structinit_jax.data.loader import HostLoader
 from structinit_jax.data.source import Dataset
 from structinit_jax.errors import InputError, require
@@ -151,8 +151,5 @@ class Classifier:
         loader = HostLoader(source, self._mesh, CenterCrop(data.image_size, data.crop_fraction))
         size = 2 ** (len(paths) - 1).bit_length()  # few sizes: each compiles its own program
         batches = loader.eval_batches(batch_size=min(size, BATCH_SIZE))
-        try:
-            logits = [self._logits(self._weights, batch["image"]) for batch in batches]
-        except BadImageError as error:  # The error's own advice is for training.
-            raise InputError(error.problem) from error
+        logits = [self._logits(self._weights, batch["image"]) for batch in batches]
         return np.concatenate(jax.device_get(logits))[: len(paths)]

@@ -198,7 +198,11 @@ def test_a_run_is_not_compared_with_the_start_of_another_and_schemes_with_each_o
     assert [snapshot.name for snapshot in snapshots] == ["default", "impulse"]
     masses = [snapshot.layers[0].measures["neighbor_mass"] for snapshot in snapshots]
     assert max(masses[0]) < 0.1 < min(masses[1])
+    analyse.FLAGS.step = "5"
+    with pytest.raises(InputError, match=r"^--step='5' must be left out with --schemes"):
+        analyse.main([])
     analyse.FLAGS.schemes = []
+    analyse.FLAGS.step = None
     run_config.seed = 9
     with pytest.raises(InputError, match=r"\n  seed: 0 -> 9\n"):
         analyse.main([])

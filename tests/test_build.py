@@ -7,11 +7,12 @@ import pytest
 from conftest import set_up
 from flax import nnx
 
+from structinit_jax.data.images import BadImageError
 from structinit_jax.data.source import Dataset
 from structinit_jax.errors import InputError
 from structinit_jax.models.model import Model
 from structinit_jax.training import build
-from structinit_jax.training.build import bytes_needed, check_memory, explain_out_of_memory
+from structinit_jax.training.build import bytes_needed, check_memory, explain_errors
 
 
 def test_a_split_that_overlaps_the_training_split_is_noted(tiny_config, capsys):
@@ -72,12 +73,14 @@ def test_a_step_fits_what_images_leave():
     assert bytes_needed(donated) < 1.5 * 4 * 10**6  # the result reuses the argument's buffer
 
 
-def test_out_of_memory_names_fields_and_other_errors_pass():
+def test_errors_name_the_fields_that_help_and_others_pass():
+    with pytest.raises(InputError, match=r"^cat.*on_bad_image=skip"), explain_errors():
+        raise BadImageError("cat.jpg: cannot be decoded")
     message = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nmore"
     fields = r"allocate 9 bytes\.\).*config\.accumulate_steps=2"
-    with pytest.raises(InputError, match=fields), explain_out_of_memory():
+    with pytest.raises(InputError, match=fields), explain_errors():
         raise jax.errors.JaxRuntimeError(message)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), explain_out_of_memory():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), explain_errors():
         raise jax.errors.JaxRuntimeError("INTERNAL: something")
 
 

@@ -81,7 +81,6 @@ REFUSED = {  # parameters, by a part of the message
     "positions: .* width 192: pass": lambda: without("pos_embed"),
     r"\.qkv\.weight .*not supported": lambda: changed(blocks__1__attn__qkv__weight=WIDE),
     "^grid: patch_embed": lambda: changed(patch_embed__proj__weight=SEQUENCE_PATCHES),
-    r"^grid: time_token": lambda: changed(time_token=np.ones((1, 4, WIDTH), np.float32)),
     r"attn\.proj\.bias has dtype int8": lambda: changed(
         blocks__1__attn__proj__bias=np.zeros(WIDTH, np.int8)
     ),

@@ -93,7 +93,7 @@ def test_exif_of_an_image_that_pillow_finds_too_large(photo, monkeypatch):
 
 
 def test_unknown_formats_are_named_without_an_address():
-    with pytest.raises(BadImageError, match=r"^note: cannot be decoded \(unknown format\)\. "):
+    with pytest.raises(BadImageError, match=r"^note: cannot be decoded \(unknown format\)$"):
         StoredImage(b"hello", 3, "note").decode()
 
 
@@ -135,7 +135,7 @@ def test_scaled_decode_is_large_enough_and_alike(photo, orientation):
 def test_truncated_images_are_refused_by_name(photo, image_format, kept):
     content = encoded(photo, image_format)
     image = StoredImage(content[: int(kept * len(content))], 3, "cat.img")
-    with pytest.raises(BadImageError, match=r"^cat\.img: cannot be decoded .*on_bad_image"):
+    with pytest.raises(BadImageError, match=r"^cat\.img: cannot be decoded "):
         image.decode()
 
 

@@ -108,14 +108,6 @@ def test_slurm_submits_one_task_per_gpu_and_passes_options_on():
     assert words[-3:] == ARGUMENTS
     (words,) = planned("slurm.sh", "--gres=gpu:h100:4")
     assert not [word for word in words if word.startswith("--gpus-per-node")]
-    assert planned("slurm.sh", "--cancel") == [["scancel", "--name=structinit_jax", "--me"]]
-
-
-def test_slurm_does_not_submit_a_job_twice(tmp_path):
-    path = programs(tmp_path, squeue="[[ $* != *--name=a ]] || echo 1", sbatch="echo submitted")
-    for name, words in (("a", "job a is already queued"), ("b", "submitted")):
-        result = launch("slurm.sh", f"--name={name}", "--", "--workdir=w", **path)
-        assert result.stdout.startswith(words)
 
 
 @pytest.mark.parametrize("status", [2, 75])

@@ -15,7 +15,7 @@ from structinit_jax import attention_init
 from structinit_jax.attention_init import AttentionWeights
 from structinit_jax.attention_init.sites import AttentionStack
 from structinit_jax.models.layers import drop_path
-from structinit_jax.models.timm import from_timm, resample_positions, select_weights, to_timm
+from structinit_jax.models.timm import from_timm, select_weights, to_timm
 from structinit_jax.models.vit import VisionTransformer
 from structinit_jax.training.state import split_model
 
@@ -79,13 +79,6 @@ def test_gradients_equal_timm(case):
         # Gradients that cancel out exactly (key biases) are rounding errors in both.
         tolerance = 1e-3 * np.abs(expected).max() + 1e-6
         np.testing.assert_allclose(param_grads[name], expected, atol=tolerance, err_msg=name)
-
-
-@pytest.mark.parametrize(("name", "grid"), [("larger", (7, 9)), ("smaller", (3, 2))])
-def test_positions_are_resampled_as_timm_does_it(name, grid):
-    arrays = recorded("positions")
-    ours = resample_positions(jnp.asarray(arrays["start"]), (4, 5), grid)
-    np.testing.assert_allclose(ours, arrays[name], atol=1e-5)
 
 
 def test_weights_are_loaded_at_another_resolution_as_timm_does_it():

@@ -108,6 +108,8 @@ def test_windows_that_are_not_square_in_one_stage():
         keys.add(tuple(np.asarray(jax.random.key_data(rng))))
         return scheme(rng, site)
 
+    with pytest.raises(InputError, match=r"^positions=.* must be left out"):
+        interop.initialize(params, scheme, RNG, grid=(4, 3), positions=np.ones((49, 8)))
     new = interop.initialize(params, recording, RNG, grid=(4, 3))
     assert [site.grid for site in sites] == [(4, 4), (4, 3)]
     assert len(keys) == 2

@@ -22,10 +22,12 @@ FilterArray = Annotated[
 def filter_kernels(
     grid: tuple[int, int], kernel_size: int, filters: FilterArray | None, dilation: int
 ) -> Float[np.ndarray, "F R C"]:
-    """Returns the distinct kernels of a stack, impulses or `filters`, placed by `place_kernels`.
+    """Returns the distinct kernels of a stack, impulses or `filters`, by offset between tokens.
 
-    On a single row or column of tokens, all impulses are along it. Raises `InputError` for filters
-    of even size, with negative values, or all zero.
+    R = 2 rows - 1 and C = 2 cols - 1, with offset 0 in the center. Neighboring taps are `dilation`
+    apart. Taps that lead off the grid from every token are left out. On a single row or column of
+    tokens, all impulses are along it. Raises `InputError` for filters of even size, with negative
+    values, or all zero.
     """
     if filters is None:
         height, width = (1 if side == 1 else kernel_size for side in grid)
@@ -36,30 +38,19 @@ def filter_kernels(
         needs = "kernels [F, f, f] with odd f and no negative values, each with a positive one"
         has_values = kernels.min() >= 0 and kernels.any(axis=(1, 2)).all()
         require("filters", kernels, needs, height == width and height % 2 == 1 and has_values)
-    return place_kernels(kernels, grid, dilation)
+    rows, cols = grid
+    dy, dx = (dilation * (np.arange(size) - size // 2) for size in (height, width))
+    y = np.flatnonzero(np.abs(dy) < rows)
+    x = np.flatnonzero(np.abs(dx) < cols)
+    placed = np.zeros((len(kernels), 2 * rows - 1, 2 * cols - 1), np.float32)
+    placed[:, rows - 1 + dy[y, None], cols - 1 + dx[x]] = kernels[:, y[:, None], x]
+    return placed
 
 
 def impulse_kernels(height: int, width: int) -> Float[np.ndarray, "F f g"]:
     """Returns kernels that are 1 in one place and 0 elsewhere, in row-major order of that place."""
     count = height * width
     return np.eye(count, dtype=np.float32).reshape(count, height, width)
-
-
-def place_kernels(
-    kernels: Float[np.ndarray, "F f g"], grid: tuple[int, int], dilation: int
-) -> Float[np.ndarray, "F R C"]:
-    """Places taps by offset between tokens: R = 2 rows - 1, C = 2 cols - 1, offset 0 in the center.
-
-    Neighboring taps are `dilation` apart. Taps that lead off the grid from every token are left
-    out.
-    """
-    rows, cols = grid
-    dy, dx = (dilation * (np.arange(size) - size // 2) for size in kernels.shape[1:])
-    y = np.flatnonzero(np.abs(dy) < rows)
-    x = np.flatnonzero(np.abs(dx) < cols)
-    placed = np.zeros((len(kernels), 2 * rows - 1, 2 * cols - 1), np.float32)
-    placed[:, rows - 1 + dy[y, None], cols - 1 + dx[x]] = kernels[:, y[:, None], x]
-    return placed
 
 
 # -- target maps -----------------------------------------------------------------------------------

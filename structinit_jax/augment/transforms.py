@@ -10,8 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Key, UInt8
 
-VALUES = np.arange(256, dtype=np.int32)
-"""All pixel values, which are also the identity lookup table."""
+VALUES = np.arange(256, dtype=np.int32)  # all pixel values: also the identity lookup table
 
 
 # -- crops, flips and warps ------------------------------------------------------------------------

@@ -37,14 +37,7 @@ ATTEMPTS = 10  # as in torchvision
 
 
 class BadImageError(InputError):
-    """An image is missing or cannot be decoded; `problem` names the image and the reason."""
-
-    def __init__(self, problem: str):
-        super().__init__(
-            f"{problem}. Replace it with an intact image, or start a new run with"
-            " --config.data.on_bad_image=skip to leave such images out."
-        )
-        self.problem = problem
+    """An image is missing or cannot be decoded; the message names the image and the reason."""
 
 
 # -- decoding --------------------------------------------------------------------------------------

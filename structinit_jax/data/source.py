@@ -111,7 +111,7 @@ class ImageSource:
                 # Decoding at 1/8 size still reads every byte of a JPEG, in a third of the time.
                 image.decode_scaled(8.0)
             except BadImageError as error:
-                return None, error.problem
+                return None, str(error)
             return image.size, None
 
         checked = self.map(check)

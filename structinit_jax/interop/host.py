@@ -29,7 +29,6 @@ _EXTRA_TOKENS = (
     r"(?i:(?:.*\.)?(?:cls|class|dist|distillation|reg|registers?|storage)_?"
     r"(?:tok|tokens?|emb|embed|embeddings?)?)"
 )
-_OTHER_TOKENS = r"(?i:(?:.*\.)?(?!mask)[a-z_]+_tok(?:en)?s?)"  # unless they are extra tokens
 _RELATIVE = r"(?:.*[._])?(?:rel_pos|relative_pos|relative_att|position_bias|attention_bias).*"
 _ROTARY = r"(?:.*[._])?(?:rope|rotary|freqs).*"
 _BIAS_TABLE = "relative_position_bias_table"  # of Swin and BEiT
@@ -231,23 +230,13 @@ class Host:
         return PositionTable(name, rows, *_split_rows(name, len(rows), extra, grid))
 
     def require_image_tokens(self) -> None:
-        """Raises `InputError` if the parameters suggest that the tokens may not fill a square.
-
-        Such parameters embed sequences or videos, or are extra tokens that may have positions.
-        """
+        """Raises `InputError` if the model embeds sequences or videos, not images."""
         kernels = self._patch_kernels()
         if kernels and not {2, 4} & set(kernels.values()):
             raise InputError(
                 f"grid: {next(iter(kernels))} embeds patches of a sequence or a video: pass "
                 "grid=(1, N) for N tokens, or grid=(rows, cols) of a single frame"
             )
-        for name in self._names(_OTHER_TOKENS):
-            is_token = np.shape(self.leaves[name])[-1:] == (self.width,)
-            if is_token and not self._matches(_EXTRA_TOKENS, name):
-                raise InputError(
-                    f"grid: {name} may be tokens with positions of their own: pass "
-                    "grid=(rows, cols) of the image tokens"
-                )
 
     def patch_bias(self) -> str:
         """Returns the name of the patch embedding's bias."""

@@ -123,6 +123,9 @@ def _find_site(
             "init_values=None), unless only the maps matter"
         )
     if host.bias_tables:
+        needs = "left out: the model has relative position biases instead"
+        for name, value in (("positions", positions), ("rotations", rotations)):
+            require(name, value, needs, value is None)
         return WindowSite(grid=_find_window(host, grid), **host.sizes())
     if grid is None and rotations is None:
         host.require_image_tokens()

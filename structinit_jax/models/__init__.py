@@ -39,7 +39,7 @@ def default_config(name: str) -> dict[str, Any]:
 def check_fields(fields: Mapping[str, Any]) -> None:
     """Raises `InputError` unless `fields` holds a model name and valid fields for that model."""
     fields = dict(fields)
-    name = fields.pop("name")
+    name = fields.pop("name", "")
     model = errors.find(name, FAMILIES, "name")
     if name in FAMILIES:  # your own classes check their fields themselves
         errors.check_fields(model.__init__, fields)
@@ -62,7 +62,7 @@ def create_model(
       InputError: The model is unknown, or its sizes are inconsistent.
     """
     options = dict(options)
-    name = options.pop("name")
+    name = options.pop("name", "")
     family, changes = VARIANTS.get(name, (name, {}))
     options = {**changes, **options}
     if image_size is not None:

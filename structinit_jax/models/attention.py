@@ -6,7 +6,7 @@ The implementation is chosen when a model is traced:
 |---|---|---|---|---|
 | float32 | any | any | three | `_attend_with_xla` |
 | bfloat16 | CPU, TPU, other GPUs | any | three | `_attend_with_xla` |
-| bfloat16 | CUDA | no | one | cuDNN, if it supports the head size |
+| bfloat16 | CUDA | no | one | cuDNN from Ampere on, if it supports the head size |
 | bfloat16 | CUDA | yes | one | `_attend_with_xla` |
 """
 

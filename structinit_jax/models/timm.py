@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
-from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import sincos_positions
 from structinit_jax.errors import InputError, require
@@ -375,27 +374,19 @@ def select_weights(teacher: StateDict, student: nnx.Module) -> nnx.Module:
 
 
 def _fit_positions(table: Any, student: VisionTransformer) -> Any:
-    """Resamples learned positions to the student's grid."""
+    """Resamples learned positions to the student's grid, bicubically with antialiasing as in timm.
+
+    The position of a class token comes first and is kept.
+    """
     num_tokens = table.shape[-2] - student.num_prefix
     side = math.isqrt(max(num_tokens, 0))
     if num_tokens == math.prod(student.grid) or side**2 != num_tokens:
         return table
-    return resample_positions(jnp.asarray(table[0], jnp.float32), (side, side), student.grid)[None]
-
-
-def resample_positions(
-    positions: Float[Array, "T D"], old_grid: tuple[int, int], new_grid: tuple[int, int]
-) -> Float[Array, "S D"]:
-    """Resamples learned positions to another grid, bicubically with antialiasing as in timm.
-
-    The position of a class token comes first and is kept. Grids are (rows, cols).
-    """
-    num_prefix = len(positions) - old_grid[0] * old_grid[1]
-    width = positions.shape[-1]
-    prefix = positions[:num_prefix]
-    grid = positions[num_prefix:].reshape(*old_grid, width)
-    grid = jax.image.resize(grid, (*new_grid, width), "cubic", antialias=True)
-    return jnp.concatenate([prefix, grid.reshape(-1, width)])
+    width = table.shape[-1]
+    positions = jnp.asarray(table[0], jnp.float32)
+    grid = positions[student.num_prefix :].reshape(side, side, width)
+    grid = jax.image.resize(grid, (*student.grid, width), "cubic", antialias=True)
+    return jnp.concatenate([positions[: student.num_prefix], grid.reshape(-1, width)])[None]
 
 
 def _select(name, teacher, shape):

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 from structinit_jax import config as config_lib
 from structinit_jax.attention_init import AttentionInit
 from structinit_jax.data import datasets
-from structinit_jax.data.images import CenterCrop, RandomCrop
+from structinit_jax.data.images import BadImageError, CenterCrop, RandomCrop
 from structinit_jax.data.loader import Batch, bytes_on_device, make_loader
 from structinit_jax.data.source import Dataset, ImageSource, check_classes, count_common
 from structinit_jax.errors import InputError, find, prefixed, require
@@ -282,10 +282,16 @@ def bytes_needed(step: jax.stages.Compiled) -> int:
 
 
 @contextlib.contextmanager
-def explain_out_of_memory() -> Iterator[None]:
-    """Raises an `InputError` that names the fields to change if a device runs out of memory."""
+def explain_errors() -> Iterator[None]:
+    """Adds the fields to change to errors for bad images and for lack of device memory."""
     try:
         yield
+    except BadImageError as error:
+        raise InputError(
+            f"{error}. Replace the image, or leave such images out with "
+            "--config.data.on_bad_image=skip; if the run has a checkpoint, start a new one in "
+            "another workdir"
+        ) from error
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

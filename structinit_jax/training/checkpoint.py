@@ -42,8 +42,8 @@ def _is_news(record: logging.LogRecord) -> bool:
 class Checkpoints:
     """The checkpoints of a training run: the newest `keep` and the best one.
 
-    Damaged checkpoints are reported and not used; raises `InputError` if there are several and none
-    is intact. Checkpoints that a killed run left unfinished are deleted. `latest_step` is the step
+    Damaged checkpoints are reported and not used; raises `InputError` if there are any and none is
+    intact. Checkpoints that a killed run left unfinished are deleted. `latest_step` is the step
     of the newest checkpoint, or None if there is none.
     """
 

@@ -5,7 +5,7 @@ A checkpoint is a folder `STEP/`, on a disk or in object storage:
 - `state/`: the training state, written by Orbax. Each process writes the shards on its devices;
 - `index_0.json`: checksums of the files in `state/`, because Orbax restores flipped bytes without
   an error. In object storage, process K writes the checksums of its own files to `index_K.json`;
-- `run.json`: the config, the data and the accuracy. It is written last.
+- `run.json`: the config, the data and the accuracy. Process 0 writes it last.
 
 Each JSON file ends with its own checksum. An index also holds the checksum of its `run.json`, so
 that files from another run or step are detected. A checkpoint is intact if `state/` has the files

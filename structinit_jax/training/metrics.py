@@ -171,38 +171,36 @@ def format_duration(seconds: float) -> str:
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
-class StepTrace:
+class StepTrace(contextlib.ExitStack):
     """Records a JAX profiler trace of four steps on the first process.
 
     The trace starts at `first_step`; None disables it. Files for XProf and Perfetto are written to
     `profile/` in the workdir, or in the working directory if the workdir is in object storage.
-    clu's Profile would import TensorFlow and write no Perfetto file.
+    `close` writes the trace of a run that ends before the last traced step. clu's Profile would
+    import TensorFlow and write no Perfetto file.
     """
 
     def __init__(self, workdir: epath.PathLike, first_step: int | None):
+        super().__init__()
         self._directory = Path("profile") if is_url(workdir) else Path(workdir) / "profile"
         self._first = first_step if jax.process_index() == 0 else None
-        self._running = False
 
     def after(self, step: int, state: Any) -> None:
         """Starts the trace just before its first step, and stops it after its last."""
         if step + 1 == self._first:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # tracing Python calls would slow the steps down
-            jax.profiler.start_trace(
-                self._directory, create_perfetto_trace=True, profiler_options=options
+            # The text is printed after the trace is written.
+            self.callback(
+                print,
+                f"wrote a trace, starting at step {step + 1}, to {self._directory}: open "
+                "perfetto_trace.json.gz at https://ui.perfetto.dev, or the directory with XProf",
             )
-            self._running = True
-        elif self._running and step == self._first + 3:
+            self.enter_context(
+                jax.profiler.trace(
+                    self._directory, create_perfetto_trace=True, profiler_options=options
+                )
+            )
+        elif step - 3 == self._first:
             jax.block_until_ready(state)
             self.close()
-
-    def close(self) -> None:
-        """Writes the trace, even if the run ends before the last traced step."""
-        if self._running:
-            self._running = False
-            jax.profiler.stop_trace()
-            print(
-                f"wrote a trace, starting at step {self._first}, to {self._directory}: open "
-                "perfetto_trace.json.gz at https://ui.perfetto.dev, or the directory with XProf"
-            )

@@ -59,7 +59,7 @@ def train(
     """
     with contextlib.ExitStack() as on_exit:
         began = time.perf_counter()
-        on_exit.enter_context(build.explain_out_of_memory())
+        on_exit.enter_context(build.explain_errors())
         on_exit.enter_context(files.report_full_disk(workdir))
 
         # -- Data and workdir ----------------------------------------------------------------------
@@ -146,7 +146,7 @@ def train(
         pending = {}
         progress = Progress(start_step, schedule, config.batch_size)
         trace = StepTrace(workdir, profile_step and start_step + profile_step)
-        on_exit.callback(trace.close)
+        on_exit.enter_context(trace)
         trace.after(start_step, state)
         # The seed is put on the devices because the loop disallows implicit transfers.
         seed = jax.device_put(np.uint32(config.seed), sharding.replicated(mesh))

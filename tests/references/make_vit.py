@@ -4,7 +4,6 @@ Biases, norms, scales and tokens are moved off their initial values, so that eac
 """
 
 import torch
-from timm.layers import resample_abs_pos_embed
 from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 
@@ -76,12 +75,6 @@ def make():
     start = "layer_scale/state/"
     state_dict = {k.removeprefix(start): v for k, v in arrays.items() if k.startswith(start)}
     arrays |= load_at_another_resolution({k: torch.tensor(v) for k, v in state_dict.items()})
-    torch.manual_seed(0)
-    positions = torch.randn(1, 2 + 20, 8)
-    for name, grid in (("larger", (7, 9)), ("smaller", (3, 2))):
-        resampled = resample_abs_pos_embed(positions, grid, (4, 5), num_prefix_tokens=2)
-        arrays[f"positions/{name}"] = resampled[0].numpy()
-    arrays["positions/start"] = positions[0].numpy()
     for name, options in ROPE_CASES.items():
         arrays |= record(name, options)
     return arrays
