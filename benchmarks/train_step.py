@@ -14,9 +14,9 @@ A step is a forward pass, a backward pass and AdamW on random images. Ours is th
 step, which also computes gradient norms. Only the program with "augmentation" in its name augments
 images, as in the ImageNet recipe but without the random crops, which are made on the host. timm
 uses fused attention and, in bfloat16, autocast. big_vision is its models/vit.py with a class token
-and optax's AdamW, both unrolled and under its scan, which recomputes every block. Its GELU is the
-tanh approximation ("as published"); the other rows replace it with the exact one, which timm and
-ours compute.
+and optax's AdamW; it runs unrolled, and under its scan, which recomputes every block. Its GELU is
+the tanh approximation ("as published"); the other rows replace it with the exact one, which timm
+and ours compute.
 
 Each program runs in its own process. The programs of a row take turns, so that other load on the
 machine affects all of them; on a GPU they share its memory. Peers whose paths are not given are

@@ -20,7 +20,7 @@ configs/papers.csv uses --config.data.repeats=1 for one, and for the other also
 --config.learning_rate=0.0005, the command's rate before scaling.
 
 Hardware: 8 or more data-center GPUs or TPUs. Time: not measured.
-Accuracy to expect: the published figures are in configs/papers.csv; not run here.
+Accuracy to expect: configs/papers.csv has the published figures of ViT-B only; not run here.
 """
 
 from pathlib import Path

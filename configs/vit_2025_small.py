@@ -19,11 +19,11 @@ not know. Not stated anywhere: which splits of the data sets are used.
 Table 4 selects weights from a larger pretrained model. Pass its safetensors file, such as
 --config.start_from=vit_small_impulse_2025.safetensors, written by `structinit_jax.export` after
 vit_2025_imagenet.py:vit_small_patch16_224,impulse_2025. The authors' rebuttal compares this teacher
-with one from default and with one pretrained on ImageNet-21K, such as timm's
+with one that started from default and with one pretrained on ImageNet-21K, such as timm's
 vit_small_patch16_224.augreg_in21k; which weights they used is not stated.
 
 Hardware: one GPU or more. Time: not measured.
-Accuracy to expect: unknown (the published figures are not in configs/papers.csv); not run here.
+Accuracy to expect: unknown (configs/papers.csv has no published test accuracy); not run here.
 """
 
 from typing import Literal

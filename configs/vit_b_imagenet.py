@@ -8,7 +8,8 @@ paper keeps; impulse_2025, the paper's closed form; mimetic or default. Everythi
 the paper; see vit_2025_imagenet.py.
 
 Hardware: 8 or more data-center GPUs or TPUs. Time: not measured.
-Accuracy to expect: configs/papers.csv has the published figures except for impulse; not run here.
+Accuracy to expect: configs/papers.csv has the published figures for all schemes except impulse,
+which is ours; not run here.
 """
 
 from pathlib import Path

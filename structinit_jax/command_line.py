@@ -66,7 +66,7 @@ def run(
     except StoppedError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:  # before the training loop, which would save a checkpoint
+    except KeyboardInterrupt:  # not the first Ctrl-C in the training loop, which saves a checkpoint
         print("interrupted", file=sys.stderr, flush=True)
         _exit_now(130)  # as shells report it
 
@@ -137,7 +137,7 @@ def writing_out(path: Path) -> Iterator[None]:
 
 
 def read_config(overrides: Overrides) -> ConfigDict:
-    """Returns the config of --config, or of the run in --workdir, with the overrides applied."""
+    """Returns the config of --config, or else of the run in --workdir, with overrides applied."""
     if FLAGS.config is not None:
         config = config_lib.load_config(FLAGS.config)
     else:

@@ -70,7 +70,7 @@ def read_json(path: epath.PathLike) -> Any:
 def replace_files(folder: epath.PathLike) -> Iterator[Path]:
     """Yields a temporary folder whose files are moved to `folder` at the end of the context.
 
-    If the code inside fails or is killed, the old files are still there.
+    If the code inside fails or the process is killed, the old files are still there.
     """
     with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=folder) as temporary:
         yield Path(temporary)
@@ -79,7 +79,7 @@ def replace_files(folder: epath.PathLike) -> Iterator[Path]:
 
 
 def write_atomically(path: epath.PathLike, content: str | bytes) -> None:
-    """Replaces the content of a file. If this fails or is killed, the old content remains."""
+    """Replaces a file's content. If this fails or the process is killed, the old content stays."""
     path = epath.Path(path)
     content = content.encode() if isinstance(content, str) else content
     if is_url(path):  # objects are written whole or not at all

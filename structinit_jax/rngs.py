@@ -1,8 +1,9 @@
 """Every random stream of a run, as a function of its seed.
 
 Devices use JAX keys, for initial weights and for augmentation and drop path at each step. Hosts use
-NumPy's Philox, for the order of the examples and the boxes of random crops. NumPy guarantees that
-Philox's raw output stays the same across versions, unlike the output of `Generator`.
+NumPy's Philox, for the order of the examples and the boxes and interpolation of random crops. NumPy
+guarantees that Philox's raw output stays the same across versions, unlike the output of
+`Generator`.
 """
 
 import jax

@@ -99,7 +99,7 @@ LEARNED = make_site(
 def test_2025_target_scale_noise_and_norms_are_options():
     options = dict(target_scale=40.0, target_noise=1.0, query_key_norm=2.0)
     weights = attention_init.impulse_2025(**options)(jax.random.key(0), LEARNED)
-    noise_rng = jax.random.split(jax.random.split(jax.random.key(0), 3)[0], 12)[0]
+    noise_rng = jax.random.split(jax.random.split(jax.random.key(0))[0], 12)[0]
     noise = 0.6 * jax.random.truncated_normal(noise_rng, -2 / 0.6, 2 / 0.6, (36, 36))
     target = filter_maps(LEARNED.grid)[4]
     logits = 40.0 * target + np.asarray(noise, np.float64) * (target == 0)

@@ -150,7 +150,7 @@ case $action in
     else
       selector="cloud.google.com/gke-accelerator: $accelerator"
       limits="nvidia.com/gpu: $gpus"
-      # GKE mounts the driver in this directory, which the loader does not search.
+      # GKE mounts the driver in /usr/local/nvidia/lib64, which the loader does not search.
       environment='{name: JAX_PLATFORMS, value: "cuda,cpu"}'
       environment+=', {name: LD_LIBRARY_PATH, value: /usr/local/nvidia/lib64}'
       join=' --num_processes=1' # a single process does not wait for its host name

@@ -15,7 +15,7 @@ from structinit_jax.analysis.collect import Layer, Snapshot
 from structinit_jax.errors import printable
 from structinit_jax.training.figures import png
 
-REACH = 4  # largest offset drawn: on all of a large grid, an impulse would be too small to see
+REACH = 4  # largest offset drawn: if a large grid were drawn whole, impulses would be too small
 STEP = 1.06  # distance from one map to the next, in units of a map's side
 KERNEL = 0.35  # the same for kernels
 # Text to the left of a tile; users' names can contain dollar signs.

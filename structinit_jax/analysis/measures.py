@@ -26,9 +26,9 @@ def measure_mean_maps(
       al. 2021 (arXiv:2108.08810).
     - 'neighborhood_mass': attention on the 3×3 neighborhood, including the token itself. Tokens at
       the border have fewer neighbors.
-    - 'neighbor_mass': attention on the neighbor at the offset that gets the most, averaged over the
-      tokens that have this neighbor. Offsets reach up to half the grid, so at least a quarter of
-      the tokens have a neighbor at each. About 1 / N for a uniform map.
+    - 'neighbor_mass': attention at the offset that gets the most (possibly on the token itself),
+      averaged over the tokens with a token at this offset. Offsets reach up to half the grid, so at
+      least a quarter of the tokens have a token at each. About 1 / N for a uniform map.
     """
     num_tokens = grid[0] * grid[1]
     y, x = np.divmod(np.arange(num_tokens), grid[1])

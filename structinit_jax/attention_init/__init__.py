@@ -132,7 +132,7 @@ def impulse_mimetic(
     dilation: PositiveInt = 1,
     target_mass: Fraction = 0.1,
 ) -> AttentionInit:
-    """Our variant: `impulse` in the first half of layers, attention to similar tokens in the rest.
+    """Our variant: `impulse` in the first half of the layers, then attention to similar tokens.
 
     In the second half, heads attend to similar tokens: Q Kᵀ is near 0.7 I, as in `mimetic`. The
     default target mass is smaller than that of `impulse` because softer impulses in the early
@@ -171,8 +171,8 @@ def impulse_2024(
     Args:
       kernel_size: Kernel size f, odd. Each head draws one of the f² offsets.
       same_layers: Whether all layers share Q and K, as in the paper's main results. With two pseudo
-        inputs, the first layer has its own Q and K. Layers that do not share them draw
-        their own offsets and noise.
+        inputs, the first layer has its own Q and K. Layers that do not share them draw their
+        own offsets and noise.
       first_input: Pseudo input of the first layer (table 6): 'positions', 'uniform', 'gaussian',
         'positions+uniform' or 'positions+gaussian'.
       following_input: Pseudo input of the other layers.
@@ -282,7 +282,7 @@ SCHEMES: dict[str, Callable[..., AttentionInit]] = {
 def _attention_baselines(
     draw: Callable[..., AttentionWeights],
 ) -> dict[type, Callable[..., AttentionWeights]]:
-    """Returns functions for the three kinds of attention that scale the weights of `draw`."""
+    """Returns, for each kind of attention, a function that scales the weights of `draw`."""
     return {
         AttentionSite: partial(absolute.baseline, draw=draw),
         RotarySite: partial(draws.baseline, draw=draw),

@@ -84,8 +84,8 @@ def mimetic_vo(
     heads = (sizes.num_heads, sizes.head_dim)
     inner = heads[0] * heads[1]
     needs = (
-        f"at most width / head_dim = {width} / {heads[1]}, except with the schemes 'default' and "
-        "'impulse'"
+        f"at most width / head_dim = {width} / {heads[1]} with the schemes 'mimetic' and "
+        "'impulse_2025'"
     )
     require("num_heads", heads[0], needs, inner <= width)
     product = near_identity(rng, (layers, width), noise=0.4, identity=-0.4)

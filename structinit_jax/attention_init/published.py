@@ -174,7 +174,7 @@ def impulse_2025(
     positions, new_positions = start_positions(
         site, replace=replace_positions, scale=position_scale
     )
-    noise_rng, vo_rng, _ = jax.random.split(rng, 3)  # two keys would change the weights of a seed
+    noise_rng, vo_rng = jax.random.split(rng)
     targets = jnp.asarray(filter_maps(site.grid))
     # A single row or column of tokens has three offsets.
     order = np.resize([i for i in CENTER_FIRST if i < len(targets)], site.num_heads)

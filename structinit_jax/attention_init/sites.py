@@ -201,7 +201,8 @@ class SolveReport(NamedTuple):
       target_mass: Attention on the target, averaged over the rows that have one (an impulse row
         has none if its neighbor is off the grid). A uniform map has 1 / N on an impulse.
       wanted_mass: The scheme's option `target_mass`; 0 if the scheme has no such option.
-      hit_rate: Fraction of the same rows whose attention is strongest where their target is.
+      hit_rate: Fraction of the same rows whose attention is strongest where the target is
+        strongest.
     """
 
     loss: Float[Array, ""]
@@ -213,8 +214,8 @@ class SolveReport(NamedTuple):
 class AttentionWeights(NamedTuple):
     """Initial weights of attention layers, laid out as Flax's `MultiHeadAttention` kernels.
 
-    A field that is None keeps the model's own initialization. So do biases that have no field,
-    except that `interop` zeroes the biases of the projections that it sets.
+    Where a field is None, the model keeps its own initialization. Biases that have no field also
+    keep theirs, except that `interop` zeroes the biases of the projections that it sets.
 
     Attributes:
       out: Kernel of the output projection.

@@ -2,8 +2,9 @@
 
 The papers do not cover token-mixing MLPs (`TokenMixingSite`), as in MLP-Mixer; `impulse` and
 `mimetic` for them are our own. Neither beats the model's own initialization
-(benchmarks/results/search.md), which is therefore the default for a Mixer. All channels share the
-token mixing, and shifting every token by the same offset does not tell positions apart.
+(benchmarks/results/search.md), because all channels share the token mixing, and shifting every
+token by the same offset does not tell positions apart. The model's own initialization is therefore
+the default for a Mixer.
 
 Token mixing computes y = A gelu(B u), biases aside, for the N values u of each channel. Since
 gelu(z) - gelu(-z) = z, B = [B'; -B'] and A = [A', -A'] give y = A' B' u exactly. Every linear map

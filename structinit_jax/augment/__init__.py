@@ -49,9 +49,9 @@ class AugmentConfig:
     # 'pad' pads by 4 pixels, then crops to the image's size. 'resized' resizes a random box to
     # image_size; the loader does this when decoding (`data.images.RandomCrop`), not `make_augment`.
     crop: Literal["none", "pad", "resized"] = "none"
-    crop_scale: Shares = (0.08, 1.0)  # range of the box's share of the image, for crop='resized'
+    crop_scale: Shares = (0.08, 1.0)  # range of the box's share of the image area, if 'resized'
     flip: Probability = 0.0  # probability of a horizontal flip
-    # A timm policy with any of m, mstd, n and inc, such as 'rand-m9-mstd0.5-inc1'; empty disables.
+    # A timm policy with any of m, mstd, n and inc, such as 'rand-m9-mstd0.5-inc1'; '' disables it.
     rand_augment: PolicyText = ""
     erasing: Probability = 0.0  # probability of random erasing, with noise
     # Alphas; 0 disables. If both are enabled, a group uses one of them with equal probability.

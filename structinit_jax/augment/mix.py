@@ -109,7 +109,7 @@ def draw_mixing(
 
 
 def _cutmix_box(rng, lam, height, width) -> Box:
-    """Draws a box that covers 1 - λ of an image, around a random pixel; clips it to the image.
+    """Draws a box of area share 1 - λ around a uniformly drawn pixel; clips it to the image.
 
     As in timm, sides are rounded down to even numbers of pixels.
     """

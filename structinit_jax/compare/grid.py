@@ -136,7 +136,7 @@ def _merge(workdir, new, settings):
 
 
 def _matters(field: str) -> bool:
-    """Whether the results of a setting depend on a field other than the seed."""
+    """Whether the results of a setting depend on a field; the seed does not count."""
     return field != "seed" and field not in HARMLESS
 
 

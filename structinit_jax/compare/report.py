@@ -1,6 +1,6 @@
 """Reads the runs of a comparison from its workdir and writes the report.
 
-`compare.json` holds the 'machine' and the 'settings'. The entry of a setting is what
+`compare.json` holds the 'machine' and the 'settings' by name. The entry of a setting is what
 `grid.describe_setting` returns, with 'seeds', 'baseline', 'published' accuracy and 'note'. Each run
 has its own workdir, `SETTING/seed_K`. The report (results.csv, report.md and curves.png) needs only
 these files, so it can be written again at any time.

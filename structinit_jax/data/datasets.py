@@ -1,4 +1,4 @@
-"""Opens data sets by name: this package's own, and prepared TFDS data sets without TensorFlow.
+"""Opens data sets by name: this package's own and, without TensorFlow, those prepared by TFDS.
 
 To use your own data set, write a function `my_dataset(data_dir) -> Dataset` that returns
 `Dataset.from_records(...)`, and name it in the config: `data.name="my_module:my_dataset"`.

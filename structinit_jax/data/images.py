@@ -100,8 +100,8 @@ class StoredImage:
     def decode_scaled(self, reduction: float) -> tuple[np.ndarray, float]:
         """Returns the pixels, uint8 [h, w, C], and their scale.
 
-        A JPEG is decoded at the smallest of the scales 1, 1/2, 3/8, 1/4, 1/8 that is at least
-        `1 / reduction`. Other images have scale 1.
+        A JPEG is decoded at the smallest of the scales 1/8, 1/4, 3/8, 1/2 that is at least
+        `1 / reduction`. If there is none, or if Pillow decodes the image, the scale is 1.
         """
         if self._jpeg is None:
             return self._pixels, 1.0

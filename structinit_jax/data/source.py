@@ -263,7 +263,7 @@ def digest(source: ImageSource, class_names: Sequence[str]) -> str:
     """Returns a checksum of a split, used to detect changed data.
 
     It covers the number and order of the examples and the class names. For image folders and lists,
-    it also covers all labels and the bytes that each image takes; for folders, the paths below the
+    it also covers all labels and the size of each image in bytes; for folders, the paths below the
     split, so that a folder can be moved. Of the images themselves, it covers all bytes for a folder
     or list of at most 32 MB, and otherwise the bytes and labels of 1,000 images, spread evenly over
     the split.

@@ -151,7 +151,7 @@ class Host:
         return new
 
     def require_assumptions(self) -> None:
-        """Raises `InputError` if the parameters show that the model's maps would not be a scheme's.
+        """Raises `InputError` if the parameters show that a scheme could not set the model's maps.
 
         Such parameters are norms that have been trained, and any that change the maps except the
         projections and the bias tables, which schemes set.

@@ -190,7 +190,7 @@ def _find_window(host: Host, grid: Grid | None) -> Grid:
     side = math.isqrt(rows) // 2 + 1
     sizes = (rows, rows - 3)
     fitting = [w for w in (grid, (side, side)) if w and _num_offsets(w) in sizes]
-    needs = f"(rows, cols) of a window whose offsets match the {rows} rows of {table}"
+    needs = f"(rows, cols) of a window with as many offsets as the {rows} rows of {table}"
     require("grid", grid, needs, fitting)
     return fitting[0]
 

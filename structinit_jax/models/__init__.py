@@ -54,7 +54,8 @@ def create_model(
 
     Args:
       options: The `name` of a model, as in `default_config`, and fields that override its defaults.
-      image_size: Height and width of the images in pixels. None keeps the model's `image_size`.
+      image_size: Height and width of the images in pixels. If None, that of `options`, or
+        the model's default.
       channels: Number of channels of the images.
       rngs: Random streams.
 

@@ -80,8 +80,8 @@ def dot_product_attention(
     """Returns softmax(query·key / √d + bias)·value, with logits and softmax in float32.
 
     No [B, h, N, N] array is kept for the gradient. On CUDA devices, bfloat16 inputs without a bias
-    use cuDNN. With a bias, cuDNN's gradients have been NaN; see PyTorch's issue 196678 and JAX's
-    issue 32242.
+    use cuDNN if `_cudnn_supports` them. With a bias, cuDNN's gradients have been NaN; see PyTorch's
+    issue 196678 and JAX's issue 32242.
     """
     if bias is None and _cudnn_supports(query, key, value):
         return jax.lax.platform_dependent(

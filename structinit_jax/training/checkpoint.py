@@ -1,7 +1,7 @@
 """Checkpoints with Orbax: the newest few and the best one, written while training continues.
 
 `checkpoint_files` describes and checks the files of a checkpoint. Damaged checkpoints are skipped,
-so a run that is killed at any moment can resume from an earlier one.
+so a run that is killed at any moment can resume from an earlier checkpoint.
 
 Orbax 0.12.8 writes only to disks and gs://. For object storage, each process writes its shards to
 a temporary directory and copies them, which works for both gs:// and s3://.
@@ -145,7 +145,7 @@ class Checkpoints:
             process = jax.process_index()
             if process < run["num_indexes"]:
                 paths = [path for path in Path(local / STATE).rglob("*") if path.is_file()]
-                if process > 0:  # process 0 lists the metadata files in `state/`
+                if process > 0:  # process 0 lists the metadata directly in `state/`
                     paths = [path for path in paths if path.parent.name != STATE]
                 names = [path.relative_to(local).as_posix() for path in paths]
                 files = {name: files_lib.digest_of(local / name) for name in names}

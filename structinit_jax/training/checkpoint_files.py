@@ -174,7 +174,7 @@ def digest_of(path: epath.Path) -> str:
 
 
 def in_threads(function: Callable[..., None], *arguments: Iterable[Any]) -> None:
-    """Calls a function for each file in threads; in object storage, calls wait for requests."""
+    """Calls a function for each file, in threads: calls wait for requests to object storage."""
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(function, *arguments))
 

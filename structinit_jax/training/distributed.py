@@ -137,8 +137,8 @@ class StopRequest:
     def reached(self, count: int) -> bool:
         """Returns whether to stop after this step, the `count`-th of this process.
 
-        Every process must call this after every step. Counts start at 1 because JAX waits for 1 if
-        a signal arrives before the first step.
+        Every process must call this after every step. Counts start at 1 because JAX waits for
+        count 1 if a signal arrives before the first step.
         """
         if jax.distributed.is_initialized():
             return multihost_utils.reached_preemption_sync_point(count)
@@ -149,8 +149,8 @@ def _in_cluster(environment) -> bool:
     """Whether this process is one of several, or runs on a Cloud TPU host."""
     srun = int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1
     gke = "," in environment.get("TPU_WORKER_HOSTNAMES", "")
-    # A Cloud TPU VM has libtpu and device files for its chips. So do notebook services, but they
-    # have no metadata server to query and set TPU_SKIP_MDS_QUERY.
+    # A Cloud TPU VM has libtpu and device files for its chips. Notebook services have both, too,
+    # but no metadata server to query, so they set TPU_SKIP_MDS_QUERY.
     chips = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()
     libtpu = importlib.util.find_spec("libtpu") is not None
     return srun or gke or (chips and libtpu and "TPU_SKIP_MDS_QUERY" not in environment)

@@ -40,8 +40,9 @@ def make_evaluator(
 ) -> Callable[[TrainState], Evaluation]:
     """Returns a function that evaluates states of a model on all examples of a split.
 
-    The states must be on the model's mesh. Batches have the size that training processes at once,
-    rounded up to a multiple of the number of devices; the results do not depend on the size.
+    The states must be on the model's mesh. Batches have the size of the parts into which training
+    splits its batches (`config.accumulate_steps`), rounded up to a multiple of the number of
+    devices; the results do not depend on the size.
     """
     data = config.data
     mesh = model.mesh

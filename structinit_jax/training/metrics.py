@@ -79,7 +79,7 @@ class MetricsLog:
 
     def _write_event(self, **fields) -> None:
         event = event_pb2.Event(wall_time=time.time(), **fields)
-        with contextlib.suppress(OSError):  # a full disk must not end the run
+        with contextlib.suppress(OSError):  # on a full disk, lost events must not end the run
             self._events.write_event(event)
             self._events.flush()
 

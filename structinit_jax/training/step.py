@@ -138,7 +138,7 @@ def _in_parts(value_and_grad, num_parts):
 def _is_finite(tree):
     """Whether all floating-point arrays are finite. The others are counters and random keys."""
     # A sum is finite only if all its terms are. Adding arrays of the same shape first, such as a
-    # weight and its moments, reduces the number of kernels to compile to a third.
+    # weight and its moments, leaves only a third of the kernels to compile.
     sums = {}
     for x in jax.tree.leaves(tree):
         if jnp.issubdtype(x.dtype, jnp.inexact):

@@ -159,7 +159,7 @@ def train(
                 batch = next(batches)
             state, metrics = train_step(state, batch, seed)
             pending[step] = metrics
-            # The host stays at most MAX_IN_FLIGHT steps ahead because each one holds a batch.
+            # The host stays at most MAX_IN_FLIGHT steps ahead: each step holds a batch in memory.
             jax.block_until_ready(pending.get(step - MAX_IN_FLIGHT))
             trace.after(step, state)
             if step == start_step + 1:
@@ -171,8 +171,8 @@ def train(
             evaluates = step in schedule.eval_steps
             stops = stop_request.reached(step - start_step) and not is_last
             saves = evaluates or stops or step % config.checkpoint_every_steps == 0
-            # Metrics are also logged with every checkpoint, because a resumed run does not repeat
-            # the steps before it.
+            # Metrics are also logged with every checkpoint, because a run that resumes from it does
+            # not repeat the earlier steps.
             if saves or step % config.log_every_steps == 0:
                 steps = jax.device_get(pending)
                 pending.clear()

@@ -95,7 +95,7 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
 
 def identify(workdir: epath.Path) -> str:
     """Returns the lock file's text, or the URL: equal in all processes that share a directory."""
-    multihost_utils.sync_global_devices("workdir")  # until process 0 has written the lock
+    multihost_utils.sync_global_devices("workdir")  # waits until process 0 has written the lock
     if is_url(workdir):
         return str(workdir)
     return read_file(workdir / LOCK).decode(errors="replace")
@@ -186,9 +186,9 @@ def check_config(
 ) -> str:
     """Lists the fields that differ from an old config, as read from JSON, one per line.
 
-    Fields that only one config has are skipped: another version wrote the other. Scheme options
-    that are not set have their defaults. Raises `InputError` if a listed field `must_stay` as in
-    `place`.
+    Fields that only one config has are skipped, because another version of this package wrote the
+    other config. Scheme options that are not set count as set to their defaults. Raises an
+    `InputError` that names `place` if `must_stay` is true for a listed field.
     """
     old = flatten_dict(old, sep=".")
     new = flatten_dict(json.loads(config.to_json()), sep=".")  # with lists for tuples, as in `old`
