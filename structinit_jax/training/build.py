@@ -264,13 +264,13 @@ def check_memory(step: jax.stages.Compiled, data_bytes: int, limit: int | None) 
     needed = bytes_needed(step)
     if limit is None:
         return mib(needed)
-    text = f"{mib(needed)} of {mib(limit - data_bytes)}"
-    if needed > limit - data_bytes:
+    available = limit - data_bytes
+    if needed > available:
         raise InputError(
             f"the training step needs {mib(needed)}, but with {mib(data_bytes)} of images, each "
-            f"device has only {mib(limit - data_bytes)} left. {SAVE_MEMORY}"
+            f"device has only {mib(available)} left. {SAVE_MEMORY}"
         )
-    return text
+    return f"{mib(needed)} of {mib(available)}"
 
 
 def bytes_needed(step: jax.stages.Compiled) -> int:
