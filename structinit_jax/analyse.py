@@ -49,7 +49,7 @@ from structinit_jax.training import workdir as workdir_lib
 def define_flags() -> None:
     """Defines the flags specific to this command."""
     flags.DEFINE_list("schemes", [], "Initializations to compare, instead of a checkpoint.")
-    text = "Number of training images."
+    text = "Number of training images, rounded down to a multiple of 8."
     flags.DEFINE_integer("num_images", 64, text, lower_bound=BATCH_SIZE)
 
 

@@ -76,7 +76,7 @@ def test_images_are_a_fixed_part_of_the_training_split():
     with pytest.raises(InputError, match=r"name='mixer'"):
         collect.observe_start(make_config("mixer"), images)
     config.data.train_split = "train[:5]"
-    with pytest.raises(InputError, match=r"number of images=5 must be"):
+    with pytest.raises(InputError, match=r"train_split=5 must be"):
         collect.read_images(config, NUM_IMAGES)
 
 

@@ -49,12 +49,14 @@ def test_a_prepared_set_is_read(tmp_path):
         ("cifr10", "did you mean 'cifar10'"),
         ("xyzzy", "did you mean '[^ ]*' or '[^ ]*' or '[^ ]*'\\?$"),  # not all 300
         ("digits:9.9.9", "did you mean 'digits'"),
+        ("my images", r"^TFDS cannot open [^\n]* has the name 'folder'$"),
         ("imagenet2012", r"structinit_jax\.prepare --name=imagenet2012 --data_dir="),
     ],
 )
 def test_sets_that_cannot_be_opened_are_named(tmp_path, name, reason):
-    with pytest.raises(InputError, match=rf"data set '{name}'(.|\n)*{reason}"):
+    with pytest.raises(InputError, match=reason) as caught:
         open_dataset(name, tmp_path)
+    assert f"data set '{name}'" in str(caught.value)
 
 
 def test_functions_that_return_no_data_set_are_named():

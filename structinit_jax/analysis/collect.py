@@ -53,7 +53,7 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
     data = config.data
     source = build.open_split(config, build.open_data(config), "train_split")
     whole = min(count, len(source)) // BATCH_SIZE * BATCH_SIZE
-    require("number of images", len(source), f"{BATCH_SIZE} or more", whole > 0)
+    require("images in config.data.train_split", len(source), f"{BATCH_SIZE} or more", whole > 0)
     crop = CenterCrop(data.image_size, data.crop_fraction)
     return np.stack(source.evenly_spaced(whole).map(lambda image, label: crop(image)))
 

@@ -133,9 +133,10 @@ def _errors_of_tfds(name: str, data_dir: Folder) -> Iterator[None]:
         hint = suggest(name.lower(), {*OPENERS, *stock})
         raise InputError(f"TFDS has no data set {name!r}: {hint}") from error
     except Exception as error:  # a malformed name, a damaged file, unexpected features
+        reason, *_ = str(error).splitlines() or [""]
         raise InputError(
-            f"TFDS cannot open data set {name!r} in data_dir={str(data_dir or '')!r}:"
-            f" {type(error).__name__}: {error}"
+            f"TFDS cannot open data set {name!r} in data_dir={str(data_dir or '')!r}"
+            f" ({type(error).__name__}: {reason}); a folder of images has the name 'folder'"
         ) from error
     finally:
         connector.cls_from_name = find_class

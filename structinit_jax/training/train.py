@@ -109,7 +109,8 @@ def train(
             weights, init_metrics, _ = state_lib.initialize_model(config, model, scheme)
             state = state_lib.initialize_state(*weights, optimizer, abstract_state)
             del weights  # Their memory was donated to the state.
-        if jax.process_index() == 0:
+        # A run that has reached its last step keeps the config that it was trained with.
+        if jax.process_index() == 0 and start_step < schedule.num_steps:
             files.write_atomically(workdir / "config.json", config.to_json(indent=2) + "\n")
         log = MetricsLog(workdir, start_step)
         on_exit.callback(log.close)
