@@ -80,9 +80,11 @@ class Command:
         return subprocess.CompletedProcess(self.arguments, self.process.exitcode, *texts)
 
 
-def run(*arguments, timeout=300, **options):
-    """Runs a command to its end; see `Command`."""
-    return Command(*arguments, **options).wait(timeout)
+def run(*arguments, timeout=300, exit_code=0, **options):
+    """Runs a command to its end and checks its exit code; see `Command`."""
+    result = Command(*arguments, **options).wait(timeout)
+    assert result.returncode == exit_code, (result.returncode, result.args, result.stderr)
+    return result
 
 
 def free_port():

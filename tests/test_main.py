@@ -23,8 +23,7 @@ def test_a_run_killed_or_stopped_at_any_moment_ends_bit_equal(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     # A separate cache, because a killed command can leave a partly written program in it.
     cache = dict(XDG_CACHE_HOME=str(tmp_path))
-    result = fork_main.run(*arguments, f"--workdir={whole}", **cache)
-    assert result.returncode == 0, result.stderr
+    fork_main.run(*arguments, f"--workdir={whole}", **cache)
     assert any((tmp_path / "structinit_jax" / "xla").iterdir())
 
     metrics, stopped_at = killed / "metrics.jsonl", None
@@ -74,13 +73,11 @@ def test_a_run_is_evaluated_and_exported_by_its_workdir(finished_run, tmp_path):
     workdir = f"--workdir={finished_run.workdir}"
     out = tmp_path / "evaluation"
     result = fork_main.run(workdir, "--mode=eval", "--step=best", f"--out={out}")
-    assert result.returncode == 0, result.stderr
     assert [path.name for path in out.iterdir()] == ["per_class.csv"]
     assert re.search(r"\nstep \d+  eval loss .* 90 examples of digits", result.stdout)
     folder = tmp_path / "model"
     arguments = (workdir, "--step=8", f"--out={folder}")
     result = fork_main.run(*arguments, module="structinit_jax.export")
-    assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(f"wrote the weights of step 8 to {folder}\n")
     assert f'timm.create_model("local-dir:{folder}", pretrained=True)' in result.stdout
     assert {path.name for path in folder.iterdir()} == {

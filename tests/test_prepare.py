@@ -23,9 +23,7 @@ def test_the_report_names_classes_sizes_and_bad_images(tmp_path):
     for name in (".0.png", "0.heic", "1.HEIC", os.fsdecode(b"2.\xff")):
         (tmp_path / "train" / "dog" / name).touch()
     arguments = ("--name=folder", f"--data_dir={tmp_path}", "--check=0")
-    result = fork_main.run(*arguments, module=prepare.__name__)
-    assert result.returncode == 2
-    said = result.stdout
+    said = fork_main.run(*arguments, module=prepare.__name__, exit_code=2).stdout
     for line in (
         f"{tmp_path.name}: 2 classes (cat, dog), 3 channels",
         r"left out: hidden (1), .heic (2), .\udcff (1)",
@@ -73,8 +71,8 @@ def test_mean_and_deviation_are_those_of_all_pixels_by_channel():
 
 
 def test_fields_of_a_config_are_refused():
-    result = fork_main.run("--name=digits", "--config.data.image_size=8", module=prepare.__name__)
-    assert result.returncode == 2
+    arguments = ("--name=digits", "--config.data.image_size=8")
+    result = fork_main.run(*arguments, module=prepare.__name__, exit_code=2)
     assert "prepare has no --config.data.image_size" in result.stderr
 
 
