@@ -11,7 +11,6 @@ import references
 from flax import nnx
 from references.vit_cases import CASES, SMALL
 
-from structinit_jax import attention_init
 from structinit_jax.attention_init import AttentionWeights
 from structinit_jax.attention_init.sites import AttentionStack
 from structinit_jax.models.layers import drop_path
@@ -115,25 +114,6 @@ def test_class_token_gets_no_sincos_position():
     model = make(pool="class_token", depth=1)
     embedded = jax.jit(lambda model: model(IMAGES)[1]["embedded"])(model)
     np.testing.assert_allclose(embedded[0, 0], model.class_token[...], atol=1e-7)
-
-
-def test_rotary_heads_of_every_layer_attend_to_their_neighbor(library_promotion):
-    options = dict(positions="rope", width=64, num_heads=8, depth=2)
-    (site,) = make(**options).sites().values()
-    weights = attention_init.impulse()(jax.random.key(0), site)
-    options |= dict(pool="class_token", dtype="bfloat16", remat="full")
-    model = make(**options, attention_init=lambda rng, site: weights)
-    # Without content and the layers' outputs, tokens hold only their common vector.
-    quiet = [model.patch_embedding.kernel, model.blocks.attention.out.kernel]
-    for kernel in (*quiet, model.blocks.mlp.fc2.kernel):
-        kernel[...] = 0.0 * kernel[...]
-    _, out = jax.jit(lambda model: model(IMAGES, with_maps=True))(model)
-    maps = np.asarray(out["blocks"]["attention_maps"], np.float32)[..., 1:, 1:]
-    targets = np.asarray(weights.targets)[np.asarray(weights.filter_index)][:, None]
-    has_target = np.broadcast_to(targets.max(-1) > 0, maps.shape[:-1])
-    hits = maps.argmax(-1) == targets.argmax(-1)
-    assert hits[has_target].mean() > 0.95
-    np.testing.assert_array_equal(model.patch_embedding.bias[...], weights.patch_bias)
 
 
 @pytest.mark.parametrize(("pool", "num_prefix"), [("mean", 0), ("class_token", 1)])
