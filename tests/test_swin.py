@@ -10,7 +10,7 @@ import references
 from flax import nnx
 
 from structinit_jax.attention_init.targets import relative_index
-from structinit_jax.models.swin import SwinTransformer, spread_bias
+from structinit_jax.models.swin import SwinTransformer, shift_mask, spread_bias
 from structinit_jax.models.timm import from_timm, to_timm
 from structinit_jax.training.state import split_model
 
@@ -67,6 +67,13 @@ def test_gradients_equal_timm():
     for key, value in expected.items():
         scale = np.abs(value).max()
         np.testing.assert_allclose(gradient[key], value, atol=1e-3 * scale, err_msg=key)
+
+
+def test_maps_are_zero_where_the_mask_of_their_window_says():
+    maps = outcome("shifted")[1]["stages"][0]["blocks"]["attention_maps"]
+    masked = shift_mask((8, 8), (4, 4), (2, 2))[:, None] < 0
+    np.testing.assert_array_equal(maps[1] < 1e-9, np.broadcast_to(masked, maps[1].shape))
+    assert np.all(maps[0] > 1e-9)
 
 
 def test_the_position_bias_is_read_without_a_scatter_in_the_gradient():

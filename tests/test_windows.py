@@ -3,12 +3,10 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from structinit_jax.attention_init import WindowSite, impulse
 from structinit_jax.attention_init.targets import filter_maps
 from structinit_jax.errors import InputError
-from structinit_jax.models.swin import SwinTransformer, shift_mask
 
 WINDOW = (4, 5)
 SITE = WindowSite(WINDOW, 24, 3, 8, num_layers=6, qk_scale=8**-0.5, base_init="pytorch")
@@ -75,26 +73,3 @@ def test_kernels_that_lead_off_the_window_go_to_no_head(options):
     np.testing.assert_allclose((maps * targets).sum(-1)[targets.any(-1)], 0.9, rtol=1e-5)
     with pytest.raises(InputError, match="filters"):
         impulse(filters=np.eye(25)[:1].reshape(1, 5, 5))(RNG, small)
-
-
-def test_maps_on_images_have_the_mass_in_shifted_and_unshifted_blocks():
-    n, mass = 16, 0.6
-    sizes = dict(image_size=48, channels=2, num_classes=3, width=32, depths=(2,), num_heads=(4,))
-    model = SwinTransformer(**sizes, window_size=4, rngs=nnx.Rngs(0))
-    assert model.stage1.shift == (2, 2)
-    (site,) = model.sites().values()
-    weights = impulse(target_mass=mass)(RNG, site)
-    model.initialize_attention(lambda rng, site: weights, RNG)
-    images = jax.random.normal(jax.random.key(1), (3, 48, 48, 2))
-    out = jax.jit(lambda images: model(images, with_maps=True)[1])(images)
-    maps = np.asarray(out["stages"][0]["blocks"]["attention_maps"]).mean(axis=1)  # [L, W, h, n, n]
-    targets = np.asarray(weights.targets)[np.asarray(weights.filter_index)]
-    boost = (n - 1) * mass / (1 - mass)  # the exponential of the bias
-    mask = shift_mask((12, 12), (4, 4), (2, 2)) == 0  # [W, n, n], with the token itself
-    assert not mask.all()
-    for layer, seen in enumerate((np.ones_like(mask), mask)):
-        target = targets[layer] * seen[:, None]
-        size = seen.sum(-1)[:, None]
-        expected = np.where(target.any(-1), boost / (boost + size - 1), 0)
-        np.testing.assert_allclose((maps[layer] * target).sum(-1), expected, atol=0.03)
-        assert np.all(maps[layer][np.broadcast_to(~seen[:, None], maps[layer].shape)] < 1e-6)
