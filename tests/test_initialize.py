@@ -215,12 +215,3 @@ def test_arrays_on_a_mesh_with_explicit_axes(name, spec):
     for new in (eager, inside):
         assert new.sharding == sharding
         np.testing.assert_array_equal(new, expected)
-
-
-def test_a_given_grid_need_not_be_square():
-    tree = linen_tree("big_vision")
-    tree["pos_embedding"] = jnp.zeros((1, 12, WIDTH))
-    assert site_of(tree, grid=(3, 4)).grid == (3, 4)
-    tree["pos_embedding"] = jnp.zeros((1, 13, WIDTH))  # the class token has a row, as before 2022
-    site = site_of(tree, grid=(3, 4))
-    assert site.positions.shape == (12, WIDTH)
