@@ -100,9 +100,14 @@ def test_sites_without_an_implementation_are_refused(name, site_type):
     [
         (WindowSite, "grid", (3, 0)),
         (TokenMixingSite, "hidden", 1),
+        (RotarySite, "width", 1),
+        (RotarySite, "head_dim", 5),
+        (RotarySite, "angles", np.zeros((1, 5, 12, 4))),  # for 4 heads
+        (RotarySite, "angles", np.zeros((1, 1, 13, 4))),  # for 12 tokens
+        (RotarySite, "angles", np.full((1, 1, 12, 4), np.nan)),
     ],
 )
-def test_sizes_that_no_layer_has_are_refused(site_type, field, value):
+def test_fields_that_no_layer_has_are_refused(site_type, field, value):
     with pytest.raises(InputError, match=rf"^{site_type.__name__}\.{field}"):
         dataclasses.replace(SITES[site_type], **{field: value})
 

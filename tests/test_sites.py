@@ -36,19 +36,3 @@ def test_sites_of_the_users_own_take_weights_of_their_own():
         check_weights(si.AttentionWeights(position_scale=2.0), object())
     relative = type("RelativeSite", (si.AttentionSite,), {})((2, 3), 8, 2, 4, 1, 0.5)
     check_weights(si.AttentionWeights(bias=np.zeros((1, 15, 2))), relative)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("width", 1),
-        ("head_dim", 5),
-        ("angles", np.zeros((1, 3, 6, 2))),
-        ("angles", np.zeros((1, 1, 7, 2))),
-        ("angles", np.full((1, 1, 6, 2), np.nan)),
-    ],
-)
-def test_rotary_sites_that_no_scheme_can_serve_are_refused(field, value):
-    fields = dict(width=8, head_dim=4, angles=si.rotary_angles((2, 3), 4)) | {field: value}
-    with pytest.raises(InputError, match=rf"^RotarySite\.{field}"):
-        si.RotarySite((2, 3), num_heads=2, num_layers=1, qk_scale=0.5, **fields)
