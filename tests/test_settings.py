@@ -108,16 +108,11 @@ def test_the_options_of_a_scheme_may_stand_before_its_name():
         settings.read_table("2024.9")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["cifar100", "mimetc"], r"--rows='mimetc' .* 'mimetic'"),
-        (["mimetic", "cifar100", "3"], r"--rows='mimetic,cifar100,3'"),
-    ],
-)
-def test_rows_that_do_not_exist_are_named(words, message):
-    with pytest.raises(InputError, match=message):
-        settings.read_table("2024.2", words)
+def test_rows_that_do_not_exist_are_named():
+    with pytest.raises(InputError, match=r"--rows='mimetc' .* 'mimetic'"):
+        settings.read_table("2024.2", ["cifar100", "mimetc"])
+    with pytest.raises(InputError, match=r"--rows='mimetic,cifar100,3'"):
+        settings.read_table("2024.2", ["mimetic", "cifar100", "3"])
 
 
 def test_a_setting_that_cannot_be_trained_is_refused_before_the_first_run(tiny_config):

@@ -65,12 +65,6 @@ def test_part_of_the_rows_determines_the_solution(solved, monkeypatch):
     np.testing.assert_allclose(loss, bank[2].loss, rtol=0.15)
 
 
-@pytest.mark.parametrize(
-    ("report", "advice"),
-    [
-        (SolveReport(0.1, 0.3, 0.3, 0.5), "larger target_mass"),
-        (SolveReport(0.1, 0.7, 0.9999, 1.0), "smaller target_mass"),
-    ],
-)
-def test_a_warning_says_what_helps(report, advice):
-    assert advice in solve.reach_warning(report)
+def test_a_warning_says_what_helps():
+    assert "larger target_mass" in solve.reach_warning(SolveReport(0.1, 0.3, 0.3, 0.5))
+    assert "smaller target_mass" in solve.reach_warning(SolveReport(0.1, 0.7, 0.9999, 1.0))

@@ -132,26 +132,18 @@ def of_folder(root, *specs):
     return [digest(dataset.split(spec), dataset.class_names) for spec in specs]
 
 
-def move_to_another_class(folder):
-    (folder / "ant" / "3.png").rename(folder / "bee" / "30.png")
+CHANGES = {
+    "another class": lambda folder: (folder / "ant/3.png").rename(folder / "bee/30.png"),
+    "another name": lambda folder: (folder / "ant/3.png").rename(folder / "ant/30.png"),
+    "one more": lambda folder: (folder / "bee/30.png").touch(),
+    "other pixels": lambda folder: (folder / "bee/7.png").write_bytes(b"others"),
+}
 
 
-def rename(folder):
-    (folder / "ant" / "3.png").rename(folder / "ant" / "30.png")
-
-
-def add(folder):
-    (folder / "bee" / "30.png").touch()
-
-
-def change_pixels(folder):
-    (folder / "bee" / "7.png").write_bytes(b"others")
-
-
-@pytest.mark.parametrize("change", [move_to_another_class, rename, add, change_pixels])
+@pytest.mark.parametrize("change", CHANGES)
 def test_changed_files_change_the_digest_of_their_split(root, change):
     train, val, both = of_folder(root, "train", "val", "val+train")
-    change(root / "train")
+    CHANGES[change](root / "train")
     now, val_now, both_now = of_folder(root, "train", "val", "val+train")
     assert (now == train, val_now == val, both_now == both) == (False, True, False)
 
