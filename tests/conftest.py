@@ -138,6 +138,26 @@ def set_up(config, devices=None):
     )
 
 
+@pytest.fixture
+def config(shared_config):
+    """A copy of a file's `shared_config` that a test may change."""
+    return shared_config.copy_and_resolve_references()
+
+
+@pytest.fixture(scope="module")
+def setup(shared_config):
+    """What training builds from a file's `shared_config`."""
+    with library_promotion_rules():
+        return set_up(shared_config)
+
+
+@pytest.fixture(scope="module")
+def first_state(setup):
+    """The initial state of `setup`, on the host."""
+    with library_promotion_rules():
+        return jax.device_get(setup.initialize())
+
+
 def place(state, setup):
     """Puts a host state on the devices, as the training step of `set_up` expects."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract_state)

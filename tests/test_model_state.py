@@ -5,7 +5,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from conftest import library_promotion_rules, make_batch, make_tiny_config, place, set_up
+from conftest import make_batch, make_tiny_config, place, set_up
 
 from structinit_jax import evaluate
 from structinit_jax.config import base_config
@@ -15,7 +15,8 @@ from structinit_jax.training import checkpoint, train
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
-def make_config():
+@pytest.fixture(scope="module")
+def shared_config():
     config = make_tiny_config()
     config.update(learning_rate=1e-2, weight_decay=0.5)
     base = base_config("convmixer")
@@ -24,29 +25,8 @@ def make_config():
     return config
 
 
-@pytest.fixture
-def config():
-    return make_config()
-
-
-@pytest.fixture(scope="module")
-def setup():
-    with library_promotion_rules():
-        return set_up(make_config())
-
-
-@pytest.fixture(scope="module")
-def first_state(setup):
-    with library_promotion_rules():
-        return jax.device_get(setup.initialize())
-
-
-def test_one_and_eight_devices_normalize_by_the_global_batch(
-    config, setup, first_state, monkeypatch
-):
-    one_device = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda: one_device)
-    single = set_up(config)
+def test_one_and_eight_devices_normalize_by_the_global_batch(config, setup, first_state):
+    single = set_up(config, jax.devices()[:1])
     assert (setup.model.mesh.size, single.model.mesh.size) == (8, 1)
     state, single_state = place(first_state, setup), place(first_state, single)
     batch = make_batch()

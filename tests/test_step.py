@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import library_promotion_rules, make_batch, make_tiny_config, place, set_up
+from conftest import make_batch, make_tiny_config, place, set_up
 from flax import nnx
 from scipy.special import log_softmax
 
@@ -21,24 +21,11 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
 @pytest.fixture(scope="module")
-def config():
-    """Shared; tests that change it take a copy."""
+def shared_config():
     config = make_tiny_config()
     config.learning_rate = 1e-2
     config.attention_init = dict(name="default")
     return config
-
-
-@pytest.fixture(scope="module")
-def setup(config):
-    with library_promotion_rules():
-        return set_up(config)
-
-
-@pytest.fixture(scope="module")
-def first_state(setup):
-    with library_promotion_rules():
-        return jax.device_get(setup.initialize())
 
 
 @pytest.fixture
@@ -52,7 +39,6 @@ def mean_loss(logits, targets):
 
 
 def test_losses_are_those_of_each_example(config):
-    config = config.copy_and_resolve_references()
     config.loss = "test_step:mean_loss"
     setup = set_up(config)
     with pytest.raises(InputError, match=r"^config\.loss"):
@@ -96,14 +82,12 @@ def test_fixed_weights_and_counters_are_their_own_average():
 
 
 def test_seeds_share_a_program(config, setup):
-    config = config.copy_and_resolve_references()
     config.seed = 1
     programs = [s.train_step.lower(*s.arguments).as_text() for s in (setup, set_up(config))]
     assert programs[0] == programs[1]
 
 
 def test_augmentation_depends_on_the_step_only(config, setup, first_state):
-    config = config.copy_and_resolve_references()
     config.augment.update(flip=0.5, cutmix=1.0, erasing=0.25, crop="pad")
     random_setup = set_up(config)
 
@@ -129,7 +113,6 @@ def test_no_step_repeats_the_keys_of_the_weights():
 
 
 def test_parts_of_a_batch_and_operations_on_it_have_keys_of_their_own(config, monkeypatch):
-    config = config.copy_and_resolve_references()
     config.accumulate_steps = 2
     config.model.drop_path = 0.1
     config.augment.update(crop="pad", flip=0.5, rand_augment="rand-m9", erasing=0.25)
@@ -156,7 +139,6 @@ def test_parts_of_a_batch_and_operations_on_it_have_keys_of_their_own(config, mo
 
 def test_a_batch_in_parts_takes_the_same_step(config, setup, first_state):
     whole, whole_metrics = setup.train_step(place(first_state, setup), make_batch(), np.uint32(0))
-    config = config.copy_and_resolve_references()
     config.accumulate_steps = 4
     in_parts = set_up(config)
     parts, metrics = in_parts.train_step(place(first_state, in_parts), make_batch(), np.uint32(0))
@@ -168,7 +150,6 @@ def test_a_batch_in_parts_takes_the_same_step(config, setup, first_state):
 
 
 def test_averages_follow_the_weights_and_statistics_the_parts_of_a_batch(config):
-    config = config.copy_and_resolve_references()
     sizes = dict(width=8, depth=1, kernel_size=3, patch_size=2, num_classes=10)
     config.model = default_config("convmixer") | sizes
     config.update(accumulate_steps=2, ema_decay=0.75)

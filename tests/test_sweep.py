@@ -14,7 +14,7 @@ from structinit_jax.training import build
 
 @pytest.mark.usefixtures("library_promotion")
 @pytest.mark.filterwarnings("ignore:only .* of the attention rows")
-def test_runs_that_train_at_once_equal_single_runs(run_config, monkeypatch, caplog):
+def test_runs_that_train_at_once_equal_single_runs(run_config, caplog):
     script = runpy.run_path(str(fork_main.ROOT / "benchmarks" / "sweep.py"))
     run_config.num_steps = 3
     run_config.augment.flip = 0.5
@@ -36,9 +36,7 @@ def test_runs_that_train_at_once_equal_single_runs(run_config, monkeypatch, capl
     run_config.warmup_learning_rate *= 2
     run_config.final_learning_rate *= 2
     run_config.attention_init = dict(name="impulse_2024", max_steps=3, first_input="uniform")
-    one_device = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda: one_device)
-    run = set_up(run_config)
+    run = set_up(run_config, jax.devices()[:1])
     expected = run.initialize()
     source = build.open_split(run_config, build.open_data(run_config), "train_split")
     for batch in build.train_batches(run_config, source, run.model.mesh, 0, 3):
