@@ -3,31 +3,20 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import save_file
+from tiny_models import make
 
 from structinit_jax.config import make_attention_init
 from structinit_jax.errors import InputError
 from structinit_jax.models.timm import to_timm
-from structinit_jax.models.vit import VisionTransformer
 from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
 from structinit_jax.training.state import (
     initialize_from_file,
     initialize_model,
-    split_model,
     split_seed,
 )
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
-TEACHER = dict(
-    image_size=8,
-    patch_size=2,
-    channels=1,
-    num_classes=7,
-    width=32,
-    depth=3,
-    num_heads=4,
-    positions="learned",
-)
 
 
 def start(config, mesh=None):
@@ -62,11 +51,7 @@ def test_programs_for_gpus_draw_initial_weights_by_calls(tiny_config, monkeypatc
 @pytest.fixture
 def teacher(tmp_path):
     """Weights of a larger model with timm's names, and the path of their file."""
-    model = nnx.eval_shape(lambda: VisionTransformer(**TEACHER, rngs=nnx.Rngs(0)))
-    graphdef, params, _ = split_model(model)
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), params)
-    weights = to_timm(nnx.merge(graphdef, params))
+    weights = to_timm(make("vit", width=32, depth=3, num_heads=4, positions="learned"))
     save_file(weights, tmp_path / "teacher.safetensors")
     return weights, str(tmp_path / "teacher.safetensors")
 
