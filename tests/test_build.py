@@ -5,18 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import set_up
-from flax import nnx
 
 from structinit_jax.data.images import BadImageError
 from structinit_jax.data.source import Dataset
 from structinit_jax.errors import InputError
 from structinit_jax.models.model import Model
+from structinit_jax.models.vit import VisionTransformer
 from structinit_jax.training import build
 from structinit_jax.training.build import bytes_needed, check_memory, explain_errors
 
 
 def test_a_split_that_overlaps_the_training_split_is_noted(tiny_config, capsys):
-    assert "note" not in capsys.readouterr().out
     build.open_splits(tiny_config, build.open_data(tiny_config))
     assert capsys.readouterr().out == ""
     tiny_config.data.eval_split = "train[300:400]"
@@ -31,21 +30,11 @@ def test_a_split_without_labels_is_refused_when_it_is_opened(tiny_config):
         build.open_split(tiny_config, dataset, "train_split")
 
 
-class Pooling(Model):
-    """A model without attention, and so without sites."""
-
-    def __init__(self, image_size, channels, num_classes, *, rngs):
-        self.head = nnx.Linear(channels, num_classes, rngs=rngs)
-
-    def __call__(self, images, *, rng=None, with_maps=False):
-        return self.head(images.mean(axis=(1, 2))), {}
-
-
-def test_a_scheme_without_sites_is_noted(tiny_config, capsys):
-    tiny_config.model = dict(name="test_build:Pooling", num_classes=10)
+def test_a_scheme_without_sites_is_noted(tiny_config, capsys, monkeypatch):
+    monkeypatch.setattr(VisionTransformer, "sites", Model.sites)
     model = build.make_model(tiny_config, build.make_mesh(tiny_config))
     build.make_scheme(tiny_config, model)
-    assert capsys.readouterr().out.startswith("note: config.model.name=test_build:Pooling")
+    assert capsys.readouterr().out.startswith("note: config.model.name=vit has no sites")
     tiny_config.attention_init = dict(name="default")
     build.make_scheme(tiny_config, model)
     assert capsys.readouterr().out == ""
