@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import set_up
 from jax.sharding import PartitionSpec
+from test_augment import RECIPE
 
 from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
@@ -54,15 +55,7 @@ def wide_config(tiny_config):
 
 @pytest.mark.slow
 def test_data_parallel_devices_exchange_gradients_and_nothing_else(wide_config):
-    wide_config.augment.update(
-        crop="pad",
-        flip=0.5,
-        rand_augment="rand-m9-mstd0.5-inc1",
-        erasing=0.25,
-        mixup=0.8,
-        cutmix=1.0,
-        mix_group=8,  # as many images as a device holds
-    )
+    wide_config.augment.update(RECIPE, mix_group=8)  # as many images as a device holds
     wide_config.model.drop_path = 0.1
     setup, step = compile_step(wide_config)
     loss = 4  # bytes; there is no accuracy with mixing
