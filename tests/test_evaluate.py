@@ -138,14 +138,10 @@ def test_images_are_cropped_as_the_config_says(
     assert accuracy != finished_run.results["eval/accuracy"]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("gone.png", r"gone\.png\): No such file"), ("text.png", r"text\.png")],
-)
-def test_files_that_are_no_images_are_named(classify, tmp_path, name, message):
+def test_files_that_are_no_images_are_named(classify, tmp_path):
     (tmp_path / "text.png").write_text("not an image")
-    with pytest.raises(InputError, match=message) as caught:
-        classify([tmp_path / name])
+    with pytest.raises(InputError, match=r"text\.png") as caught:
+        classify([tmp_path / "text.png"])
     assert "on_bad_image" not in str(caught.value)
 
 
