@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import jaxlib.version
@@ -63,6 +64,14 @@ class Command:
     def output(self):
         """Returns what the command has printed so far."""
         return self.paths[0].read_text() if self.paths[0].exists() else ""
+
+    def wait_for(self, text, path=None, timeout=300):
+        """Waits until a file, by default the command's output, contains the text."""
+        path, deadline = path or self.paths[0], time.monotonic() + timeout
+        while not (path.exists() and text in path.read_text()):
+            assert self.process.is_alive(), self.wait().stderr
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
 
     def kill(self, number):
         """Sends a signal."""

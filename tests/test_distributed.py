@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-import time
 
 import fork_main
 import numpy as np
@@ -62,11 +61,7 @@ def test_a_run_goes_on_with_other_processes_and_devices_and_stops_together(tmp_p
     # The state is split over both processes. A signal to one of them before the first step stops
     # both after that step.
     pair = start_two(*arguments("changed", 20, fsdp=8))
-    deadline = time.monotonic() + 300
-    while "has joined" not in pair[1].output():
-        assert all(command.process.is_alive() for command in pair)
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    pair[1].wait_for("has joined")
     pair[1].kill(signal.SIGTERM)
     results = [command.wait() for command in pair]
     assert [result.returncode for result in results] == [train.PREEMPTED_EXIT_CODE] * 2, results

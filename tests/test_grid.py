@@ -5,7 +5,6 @@ import functools
 import itertools
 import json
 import signal
-import time
 
 import fork_main
 import pytest
@@ -225,10 +224,7 @@ def test_the_command_stops_and_resumes(tmp_path):
         f"--workdir={tmp_path}",
     ]
     command = fork_main.Command(*arguments, module=MODULE)
-    while "epoch 1.0" not in (output := command.output()):  # written while the command runs
-        assert command.process.is_alive(), command.wait().stderr
-        time.sleep(0.05)
-    assert "[1/2] default,model.num_heads=2 seed 0: step 22, epoch 1.0, test accuracy " in output
+    command.wait_for("[1/2] default,model.num_heads=2 seed 0: step 22, epoch 1.0, test accuracy ")
     command.kill(signal.SIGINT)
     assert command.wait().returncode == train.PREEMPTED_EXIT_CODE
     assert "| default,model.num_heads=2 | 0 of 2 |" in (tmp_path / "report.md").read_text()

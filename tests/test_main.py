@@ -4,7 +4,6 @@ import json
 import re
 import runpy
 import signal
-import time
 
 import fork_main
 
@@ -33,14 +32,8 @@ def test_a_run_killed_or_stopped_at_any_moment_ends_bit_equal(tmp_path):
         (None, None, 0),
     ):
         command = fork_main.Command(*arguments, f"--workdir={killed}", **cache)
-        deadline = time.monotonic() + 300
-        while kill_after and not (
-            metrics.exists() and f'"step": {kill_after},' in metrics.read_text()
-        ):
-            assert command.process.is_alive(), "ended before it was killed"
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
         if number:
+            command.wait_for(f'"step": {kill_after},', metrics)
             command.kill(number)
         result = command.wait()
         assert result.returncode == exit_code, result.stderr
