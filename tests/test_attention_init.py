@@ -141,6 +141,7 @@ def test_positions_are_scaled_or_replaced_but_not_both(name, library_promotion):
     fixed, replaced = (SCHEMES[name](**options)(RNG, s) for s in (site, trainable))
     assert fixed.positions is None
     np.testing.assert_array_equal(replaced.positions, site.positions)
+    np.testing.assert_array_equal(replaced.query, fixed.query)
     assert fixed.position_scale is replaced.position_scale is None
 
 

@@ -64,8 +64,6 @@ def test_2024_layers_are_equal_or_fresh_and_take_their_pseudo_inputs(
     assert len(keys) == 2
     assert np.array_equal(mixed.query[1], mixed.query[2])
     assert not np.array_equal(mixed.filter_index[0], mixed.filter_index[1])
-    replaced = attention_init.impulse_2024(max_steps=2)(jax.random.key(0), LEARNED)
-    np.testing.assert_array_equal(replaced.query, same.query)
 
 
 def test_pseudo_inputs_have_the_papers_distributions():
@@ -111,12 +109,6 @@ def test_2025_target_scale_noise_and_norms_are_options():
     expected = 4 * (u[:, :8] * s[:8]) @ vt[:8] / s[:8].sum()
     product = weights.query[0, :, 0] @ weights.key[0, :, 0].T
     np.testing.assert_allclose(product, expected, atol=2e-3 * np.abs(expected).max())
-
-
-def test_2025_solves_for_the_encoding_that_replaces_learned_positions():
-    fixed = attention_init.impulse_2025()(jax.random.key(0), SITE)
-    weights = attention_init.impulse_2025(replace_positions=True)(jax.random.key(0), LEARNED)
-    np.testing.assert_array_equal(weights.query, fixed.query)
 
 
 def test_2025_weights_are_those_of_its_parts():
