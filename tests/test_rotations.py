@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from flax import nnx
 from foreign_models import renamed, site_of, split, write
+from tiny_models import make
 
 from structinit_jax import interop
 from structinit_jax.analysis.measures import measure_mean_maps
 from structinit_jax.attention_init import AttentionWeights, default, impulse, rotary_angles
 from structinit_jax.errors import InputError
 from structinit_jax.models import timm
-from structinit_jax.models.vit import VisionTransformer
 
 HEADS, WIDTH, DIM, DEPTH, GRID = 2, 16, 8, 2, (4, 4)
 RNG = jax.random.key(0)
@@ -25,10 +25,7 @@ scheme = impulse()
 @pytest.fixture(scope="module")
 def model():
     """A ViT shaped like timm's RoPE ViTs, with layer scales far from 0."""
-    options = dict(image_size=8, patch_size=2, channels=3, num_classes=3)
-    options |= dict(width=WIDTH, depth=DEPTH, num_heads=HEADS, positions="rope")
-    options |= dict(pool="class_token", layer_scale=0.5)
-    return VisionTransformer(**options, rngs=nnx.Rngs(0))
+    return make("vit", positions="rope", pool="class_token", layer_scale=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +50,7 @@ def test_the_model_gets_the_weights_that_it_would_get_as_ours(model, written):
 def test_the_written_model_hits(model, written):
     ours = nnx.clone(model)
     timm.from_timm(ours, written)
-    images = np.random.default_rng(1).standard_normal((3, 8, 8, 3), np.float32)
+    images = np.random.default_rng(1).standard_normal((3, 8, 8, 1), np.float32)
     run = jax.jit(lambda images: ours(images, with_maps=True)[1]["blocks"]["attention_maps"])
 
     def first_layer(images):
@@ -65,9 +62,6 @@ def test_the_written_model_hits(model, written):
 
 
 def test_tables_are_read_in_every_form(params):
-    def site(rotations, **options):
-        return site_of(params, num_heads=HEADS, rotations=rotations, **options)
-
     tables = np.stack([[TABLE, -TABLE], [TABLE, TABLE]])
     pair = tuple(np.stack([part] * HEADS) for part in HALVES)
     for rotations, lead, pairs in (
@@ -76,7 +70,7 @@ def test_tables_are_read_in_every_form(params):
         (HALVES, (1, 1), "halves"),
         (pair, (1, HEADS), "halves"),
     ):
-        found = site(rotations)
+        found = site_of(params, num_heads=HEADS, rotations=rotations)
         assert (found.grid, found.pairs, found.angles.shape[:2]) == (GRID, pairs, lead)
         turns = np.exp(1j * found.angles[0, 0]) / np.exp(1j * ANGLES)
         np.testing.assert_allclose(turns, 1, atol=1e-5)
