@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from matplotlib.figure import Figure
 from PIL import Image
+from tiny_models import SIZES
 
 from structinit_jax import analyse, command_line
 from structinit_jax.analysis import collect, figures, measures
@@ -23,19 +23,12 @@ from structinit_jax.training.state import initialize_model
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 NUM_IMAGES = 16
-MODELS = {
-    "vit": dict(
-        width=32, depth=1, num_heads=2, patch_size=2, pool="class_token", positions="learned"
-    ),
-    "swin": dict(width=8, depths=(2, 1), num_heads=(1, 2), patch_size=1, window_size=4),
-    "mixer": dict(width=16, depth=2, patch_size=1),
-    "convmixer": dict(width=16, depth=2, patch_size=1, kernel_size=3),
-}
+VIT = SIZES["vit"] | dict(width=32, depth=1, pool="class_token", positions="learned")
 
 
 def make_config(family):
     config = base_config(family)
-    config.model.update(num_classes=10, **MODELS[family])
+    config.model.update(num_classes=10, **(VIT if family == "vit" else SIZES[family]))
     config.data.update(name="digits", image_size=8, channels=1)
     config.data.update(mean=(0.3,), std=(0.4,))
     config.attention_init = dict(name="impulse")
@@ -122,7 +115,7 @@ def test_targets_are_those_that_the_solve_reaches():
 def test_swin_is_measured_within_windows():
     layers = start("swin")[2].layers
     assert [layer.name for layer in layers] == ["1.1", "1.2", "2.1"]
-    assert [layer.maps.shape for layer in layers] == [(1, 16, 16)] * 2 + [(2, 16, 16)]
+    assert [layer.maps.shape for layer in layers] == [(2, 16, 16)] * 2 + [(4, 16, 16)]
     # The first block of a stage is not shifted, so it has the default target mass.
     for layer in (layers[0], layers[2]):
         np.testing.assert_allclose(layer.measures["target_mass"], 0.3, atol=0.05)
@@ -132,7 +125,7 @@ def test_swin_is_measured_within_windows():
 def test_the_inputs_of_a_convmixer_have_a_stable_rank(tmp_path):
     config, images, snapshot = start("convmixer")
     out = forward(config, images)
-    inputs = np.stack([out["stem"], out["blocks"]["output"][0]]).reshape(2, NUM_IMAGES, 64, 16)
+    inputs = np.stack([out["stem"], out["blocks"]["output"][0]]).reshape(2, NUM_IMAGES, 16, 16)
     values = np.linalg.svd(inputs, compute_uv=False)
     ranks = ((values**2).sum(axis=-1) / values[..., 0] ** 2).mean(axis=-1)
     found = [layer.measures["input_rank"] for layer in snapshot.layers]
@@ -142,10 +135,15 @@ def test_the_inputs_of_a_convmixer_have_a_stable_rank(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"analysis.json", "by_layer.png"}
 
 
-def test_maps_their_corners_and_kernels_are_drawn_as_they_are(tmp_path, monkeypatch):
-    drawn = []
-    save = figures._save
-    monkeypatch.setattr(figures, "_save", lambda *args: (drawn.append(args[0]), save(*args)))
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are saved."""
+    found, save = [], figures._save
+    monkeypatch.setattr(figures, "_save", lambda *args: (found.append(args[0]), save(*args)))
+    return found
+
+
+def test_maps_their_corners_and_kernels_are_drawn_as_they_are(tmp_path, drawn):
     maps = filter_maps((4, 5))[:6].reshape(2, 3, 20, 20)
     title = os.fsdecode(b"$x_{$ \xff")  # invalid as mathtext and as UTF-8
     figures.draw_maps({"$x_{$": maps}, (4, 5), title, tmp_path / "maps.png")
@@ -161,20 +159,13 @@ def test_maps_their_corners_and_kernels_are_drawn_as_they_are(tmp_path, monkeypa
         np.testing.assert_array_equal(drawn[2 * head + 1], maps[0, head, :10, :10])
     for kernel, (dy, dx) in zip(drawn[6:], np.ndindex(3, 3), strict=False):
         assert np.argwhere(kernel == 1).tolist() == [[2 + dy, 3 + dx]]
-    figure = Figure()
-    axis = figure.subplots()
-    axis.plot([1], label="$x_{$")
-    figures.add_legend(figure, axis)
-    figure.savefig(tmp_path / "legend.png")
 
 
-def test_measures_are_drawn_by_layer(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(figures, "_save", lambda figure, *args: drawn.append(figure))
+def test_measures_are_drawn_by_layer(tmp_path, drawn):
     values = [dict(distance=np.float32([1, 3])), dict(distance=np.float32([5, 9]))]
     values[1]["target_mass"] = np.float32([0.5])
     layers = [collect.Layer(str(i), None, None, each) for i, each in enumerate(values, 1)]
-    figures.draw_by_layer([collect.Snapshot("a", layers)], "", tmp_path / "by_layer.png")
+    figures.draw_by_layer([collect.Snapshot("$x_{$", layers)], "", tmp_path / "by_layer.png")
     lines = [
         [(*line.get_xdata(), *line.get_ydata()) for line in axis.get_lines()[:-1]]
         for axis in drawn[0].axes
