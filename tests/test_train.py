@@ -197,7 +197,6 @@ def weighted_cross_entropy(logits, targets):
     [
         ("data.eval_split", "validation", r"^config\.data\.eval_split: split="),
         ("model.num_classes", 100, r"^config\.model: num_classes=100"),
-        ("batch_size", 60, r"config\.batch_size=60 must be a multiple of 8"),
         ("accumulate_steps", 3, r"config\.batch_size=64 must be a multiple of 24"),
         ("attention_init.kernel_size", 9, r"^config\.attention_init: grid=\(4, 4\)"),
         ("optimizer", "test_train:nothing", r"config\.optimizer='test_train:nothing'"),
