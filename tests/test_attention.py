@@ -120,16 +120,8 @@ def test_a_padded_token_changes_neither_attention_nor_gradients(monkeypatch):
 
 
 def test_one_product_projects_like_three():
-    layers = tuple(
-        nnx.LinearGeneral(
-            16,
-            (2, 8),
-            dtype=jnp.bfloat16,
-            bias_init=nnx.initializers.normal(),
-            rngs=nnx.Rngs(i),
-        )
-        for i in range(3)
-    )
+    options = dict(dtype=jnp.bfloat16, bias_init=nnx.initializers.normal())
+    layers = tuple(nnx.LinearGeneral(16, (2, 8), **options, rngs=nnx.Rngs(i)) for i in range(3))
     x = jax.random.normal(jax.random.key(3), (2, 5, 16), jnp.bfloat16)
     for found, layer in zip(attention._project_at_once(x, layers), layers, strict=True):
         close(found, layer(x))

@@ -57,14 +57,12 @@ def shapes(**modules):
 
 def stages():
     """Attention of several sizes, as in MViT, Hiera and DaViT."""
-    params = {}
-    for stage, width in (("stages__0", 8), ("stages__1", 16)):
-        for i in range(2):
-            attn = f"{stage}__blocks__{i}__attn"
-            params |= shapes(
-                **{f"{attn}__qkv": (3 * width, width), f"{attn}__proj": (width, width)}
-            )
-    return params
+    return {
+        f"stages.{stage}.blocks.{i}.attn.{name}.weight": np.ones((rows * width, width), np.float32)
+        for stage, width in ((0, 8), (1, 16))
+        for i in range(2)
+        for name, rows in (("qkv", 3), ("proj", 1))
+    }
 
 
 ONES, WIDE = np.ones(WIDTH, np.float32), np.ones((2 * WIDTH, WIDTH), np.float32)

@@ -148,15 +148,9 @@ def head_norms(weights):
 
 def test_value_and_projection_of_vit_tiny_have_the_programs_norms():
     """V Proj is transposed in the 2025 impulse, but not in `mimetic`."""
-    site = make_site(
-        grid=(4, 4),
-        width=192,
-        num_heads=3,
-        head_dim=64,
-        num_layers=1,
-        positions=0.02 * jax.random.normal(jax.random.key(5), (16, 192)),
-        positions_trainable=True,
-    )
+    sizes = dict(grid=(4, 4), width=192, num_heads=3, head_dim=64, num_layers=1)
+    positions = 0.02 * jax.random.normal(jax.random.key(5), (16, 192))
+    site = make_site(**sizes, positions=positions, positions_trainable=True)
     impulse = attention_init.impulse_2025()(jax.random.key(0), site)
     np.testing.assert_allclose(head_norms(impulse), [(7.17, 5.65, 3.57)] * 2, rtol=0.02)
     mimetic = attention_init.mimetic()(jax.random.key(0), site)
