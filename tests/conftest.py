@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import io
+import json
 import os
 import resource
 import shutil
@@ -100,6 +101,10 @@ def finished_run(tmp_path_factory):
 def workdir(finished_run, tmp_path):
     """A copy of the workdir of `finished_run`."""
     return Path(shutil.copytree(finished_run.workdir, tmp_path / "run"))
+
+
+def read_metrics(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
 def make_batch(**arrays):

@@ -1,12 +1,12 @@
 """Runs with several processes on this machine, through the public command."""
 
-import json
 import shutil
 import signal
 
 import fork_main
 import numpy as np
 import pytest
+from conftest import read_metrics
 from etils import epath
 
 from structinit_jax.errors import InputError
@@ -42,8 +42,7 @@ def start_two(*arguments):
 
 
 def losses(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {m["step"]: m["train/loss"] for m in lines if "train/loss" in m}
+    return {m["step"]: m["train/loss"] for m in read_metrics(folder) if "train/loss" in m}
 
 
 @pytest.mark.slow

@@ -1,11 +1,11 @@
 import csv
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import read_metrics
 from flax import nnx
 from PIL import Image
 from tfds_sets import write_small_set
@@ -73,8 +73,7 @@ def test_the_checkpoint_can_be_chosen(run_config, finished_run, tmp_path, capsys
     assert "step 8  eval loss" in capsys.readouterr().out
     run = checkpoint.read_run(finished_run.workdir / "checkpoints", 8)
     assert run["accuracy"] is None  # Step 8 was not evaluated in training.
-    lines = (finished_run.workdir / "metrics.jsonl").read_text().splitlines()
-    metrics = [line for line in map(json.loads, lines) if "eval/accuracy" in line]
+    metrics = [line for line in read_metrics(finished_run.workdir) if "eval/accuracy" in line]
     best = max(metrics, key=lambda line: (line["eval/accuracy"], line["step"]))
     _, state = evaluate.restore_model(run_config, finished_run.workdir, step="best")
     assert state.step == best["step"]

@@ -3,16 +3,12 @@ import json
 import jax.numpy as jnp
 import optax
 import pytest
-from conftest import small_files_only
+from conftest import read_metrics, small_files_only
 from tensorboardX import proto
 
 from structinit_jax.training import metrics as metrics_lib
 from structinit_jax.training.metrics import MetricsLog, Progress, StepTrace, average
 from structinit_jax.training.optimizer import Schedule
-
-
-def lines(workdir):
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
 def read_events(path):
@@ -31,7 +27,7 @@ def test_every_write_is_one_json_line_and_tensorboard_scalars(tmp_path):
     log.write(4, {"train/loss": 1.0, "eval/accuracy": 0.5})
     log.write(5, {"train/loss": float("nan")})
     log.close()
-    assert lines(tmp_path) == [
+    assert read_metrics(tmp_path) == [
         {"step": 2, "train/loss": 1.5},
         {"step": 4, "train/loss": 1.0, "eval/accuracy": 0.5},
         {"step": 5, "train/loss": None},
@@ -58,7 +54,7 @@ def test_resuming_removes_the_steps_that_will_be_repeated(is_url, tmp_path, monk
     resumed = MetricsLog(tmp_path, 4)
     resumed.write(6, {"train/loss": 6.0})
     resumed.close()
-    assert [line["step"] for line in lines(tmp_path)] == [2, 4, 6]
+    assert [line["step"] for line in read_metrics(tmp_path)] == [2, 4, 6]
     events = [e for p in (tmp_path / "tensorboard").iterdir() for e in read_events(p)]
     restarts = [e.step for e in events if e.session_log.status == proto.event_pb2.SessionLog.START]
     assert sorted(restarts) == [0, 5]  # TensorBoard drops older events from that step on
@@ -73,7 +69,7 @@ def test_a_full_disk_delays_only_the_events(tmp_path):
     (path,) = (tmp_path / "tensorboard").iterdir()
     assert path.stat().st_size == 600
     log.close()  # there is room again
-    assert [line["step"] for line in lines(tmp_path)] == list(range(20))
+    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(20))
     assert [e.step for e in read_events(path) if e.summary.value] == list(range(20))
 
 

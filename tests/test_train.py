@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import make_batch, set_up, small_files_only
+from conftest import make_batch, read_metrics, set_up, small_files_only
 from safetensors.numpy import load_file
 
 from structinit_jax import evaluate, export
@@ -18,10 +18,6 @@ from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.training import build, checkpoint, train
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
-
-
-def read_metrics(workdir):
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
 def without_times(metrics):
