@@ -67,7 +67,8 @@ class Command:
 
     def wait_for(self, text, path=None, timeout=300):
         """Waits until a file, by default the command's output, contains the text."""
-        path, deadline = path or self.paths[0], time.monotonic() + timeout
+        path = path or self.paths[0]
+        deadline = time.monotonic() + timeout
         while not (path.exists() and text in path.read_text()):
             assert self.process.is_alive(), self.wait().stderr
             assert time.monotonic() < deadline

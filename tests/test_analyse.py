@@ -138,7 +138,8 @@ def test_the_inputs_of_a_convmixer_have_a_stable_rank(tmp_path):
 @pytest.fixture
 def drawn(monkeypatch):
     """The figures that are saved."""
-    found, save = [], figures._save
+    found = []
+    save = figures._save
     monkeypatch.setattr(figures, "_save", lambda *args: (found.append(args[0]), save(*args)))
     return found
 

@@ -82,6 +82,7 @@ REFUSED = {  # parameters, by a part of the message
     r"attn\.proj\.bias has dtype int8": lambda: changed(
         blocks__1__attn__proj__bias=np.zeros(WIDTH, np.int8)
     ),
+    "has type ShapeDtypeStruct": lambda: jax.eval_shape(lambda: state_dict("timm")),
     r"hold no attention layers .* blocks\.1\.attn\.proj": lambda: without("blocks.1.attn.qkv"),
     r"hold no attention layers [^:]*, only fc\.weight": lambda: shapes(fc=(8, 4)),
     "several stages are not supported": stages,

@@ -24,6 +24,12 @@ def test_tensors_of_all_dtypes_become_what_arrays_become():
         assert torch.equal(tensors["pos_embed"], torch.from_numpy(arrays["pos_embed"]).to(dtype))
 
 
+def test_tensors_without_values_are_refused():
+    tensors = {name: torch.from_numpy(a).to("meta") for name, a in state_dict("timm").items()}
+    with pytest.raises(InputError, match=r"qkv\.weight has type Tensor"):
+        initialize(tensors, normal_scheme, jax.random.key(0), num_heads=3)
+
+
 def test_maps_are_recorded_in_inference_mode_too():
     layer = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True, norm_first=True)
     model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)

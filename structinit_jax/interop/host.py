@@ -16,6 +16,7 @@ from structinit_jax.interop.layouts import (
     FIELDS,
     Leaves,
     Stack,
+    check_array,
     find_stack,
     find_stacks,
     replace_rows,
@@ -70,6 +71,7 @@ class Host:
                     shape = (self.width, self.num_heads * self.head_dim)
                 elif stack.layout.torch:
                     shape = (names.count(name) * self.num_heads * self.head_dim, self.width)
+                check_array(name, leaves[name])
                 if leaves[name].shape != shape:
                     why = f"has shape {leaves[name].shape} where identical layers have {shape}"
                     raise unsupported(name, why)

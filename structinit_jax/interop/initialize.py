@@ -63,7 +63,7 @@ def initialize(
     of a torch model with `torch_maps`.
 
     The biases of the projections that the scheme sets become zero. If the scheme returns positions,
-    they replace a learned position table, except its rows for class and register tokens.
+    they replace the rows of a learned position table after those of class and register tokens.
 
     Args:
       params: A state dict, Linen tree, Equinox or NNX module, NNX state or pure dict; not modified.

@@ -31,18 +31,21 @@ def is_tensor(leaf: Any) -> bool:
 
 def as_array(leaf: Any) -> Any:
     """Converts a torch tensor to NumPy, which has no bfloat16: 8- and 16-bit floats to float32."""
-    if not is_tensor(leaf):
+    if not is_tensor(leaf) or leaf.is_meta:
         return leaf
     leaf = leaf.detach().cpu()
     return (leaf.float() if leaf.is_floating_point() and leaf.itemsize < 4 else leaf).numpy()
 
 
 def check_array(name: str, leaf: Any) -> None:
-    """Raises `InputError` for anything but a NumPy or JAX array of floats."""
+    """Raises `InputError` for anything but a NumPy or JAX array of floats, with its values."""
     is_array = isinstance(leaf, np.ndarray | jax.Array)
     if not is_array or not jnp.issubdtype(leaf.dtype, jnp.floating):
         kind = f"has dtype {leaf.dtype}" if is_array else f"has type {type(leaf).__name__}"
-        raise InputError(f"params: {name} {kind}, but must be a NumPy or JAX array of floats")
+        raise InputError(
+            f"params: {name} {kind}, but must be an array of floats with values: on a device other "
+            "than torch's 'meta', and not from eval_shape"
+        )
 
 
 def like(new: Any, old: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
