@@ -17,11 +17,11 @@
 #   --dry_run        print the commands without running them
 #   --help           print this text
 #
-# Every action can be repeated: create waits for a slice that was already requested, and run does
-# nothing while a run is in progress. All workers start the same command at the same time, because each
-# waits for the others; run shows the first lines of their logs. The workdir must be in a bucket
-# (--workdir=gs://BUCKET/RUN) or on a file system that all hosts share, such as Filestore. install
-# copies the last commit of this repository and installs its own Python.
+# Every action can be repeated: create waits for a slice that was already requested, and while a run is
+# in progress, run does nothing and install is refused. All workers start the same command at the same
+# time, because each waits for the others; run shows the first lines of their logs. The workdir must be
+# in a bucket (--workdir=gs://BUCKET/RUN) or on a file system that all hosts share, such as Filestore.
+# install copies the last commit of this repository and installs its own Python.
 
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -98,7 +98,9 @@ case $action in
     run git archive --output="$archive/structinit_jax.tar.gz" --prefix=structinit_jax/ HEAD
     run gcloud compute tpus tpu-vm scp "$archive/structinit_jax.tar.gz" "$name": "${where[@]}" \
       --worker=all
-    on_workers all "rm -rf structinit_jax && tar xzf structinit_jax.tar.gz && \
+    # shellcheck disable=SC2016 # expands on the worker
+    check='flock --nonblock ~/run.lock true || { echo "error: in use on $(hostname): stop the run first" >&2; exit 1; }'
+    on_workers all "$check; rm -rf structinit_jax && tar xzf structinit_jax.tar.gz && \
 bash structinit_jax/launch/tpu_install.sh $bucket"
     ;;
   run)

@@ -159,6 +159,11 @@ def test_a_first_upload_that_one_process_has_not_finished_is_no_damage(tmp_path,
     monkeypatch.setattr(checkpoint, "is_url", lambda path: True)  # a folder stands in for a bucket
     with opened(tmp_path) as checkpoints:
         assert checkpoints.latest_step is None
+        save(checkpoints, 3)
+    (tmp_path / "3" / "index_0.json").unlink()  # once more
+    for _ in range(2):
+        with opened(tmp_path) as checkpoints:
+            assert checkpoints.latest_step is None
 
 
 def test_nothing_of_another_program_is_deleted(directory, capsys):

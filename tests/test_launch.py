@@ -154,7 +154,11 @@ def test_a_tpu_worker_has_one_run_whose_mistake_is_shown(tmp_path):
     with (tmp_path / "run.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         result = launch("tpu_run.sh", "--config=c", HOME=str(tmp_path))
+        *_, install = planned("tpu_pod.sh", "install", *SLICE)
+        programs(tmp_path, install=install[-1].removeprefix("--command="))
+        refused = launch(tmp_path / "install", HOME=str(tmp_path))
     assert (result.returncode, result.stdout[:20]) == (0, "a run is in progress")
+    assert (refused.returncode, refused.stderr[:13]) == (1, "error: in use")
     for script in ("tpu_run.sh", "tpu_install.sh"):
         result = launch(script, "--help", HOME="/nowhere")
         assert (result.returncode, result.stdout.count(script)) == (0, 1)
@@ -185,6 +189,6 @@ def test_gke_joins_gpu_nodes_and_retries_what_is_no_mistake():
     assert environment["LD_LIBRARY_PATH"] == "/usr/local/nvidia/lib64"
     assert environment["JAX_PLATFORMS"] == "cuda,cpu"
     assert pod["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
-    actions = {r["onExitCodes"]["values"][0]: r["action"] for r in job["podFailurePolicy"]["rules"]}
-    assert actions == {75: "Ignore", 2: "FailJob"}
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert (rule["onExitCodes"]["values"], rule["action"]) == ([2], "FailJob")
     assert spec["failurePolicy"]["rules"][0]["action"] == "FailJobSet"

@@ -57,7 +57,7 @@ metadata:
   annotations: {$annotations}
 spec:
   failurePolicy:
-    maxRestarts: 20  # after lost nodes and crashes
+    maxRestarts: 100  # after stops with a checkpoint, lost nodes and crashes
     rules:
       - name: mistake
         action: FailJobSet
@@ -75,15 +75,14 @@ spec:
           backoffLimit: 0
           podFailurePolicy:
             rules:
-              # A stop with a checkpoint is not a failure: all pods exit with 75 and are replaced.
-              - action: Ignore
-                onExitCodes: {operator: In, values: [75]}
               # A mistake, or a state that is not finite, would end every restart in the same way.
               - action: FailJob
                 onExitCodes: {operator: In, values: [2]}
           template:
             spec:
               restartPolicy: Never
+              # Else Python would be process 1, which ignores signals until training handles them.
+              shareProcessNamespace: true
               terminationGracePeriodSeconds: 120
               nodeSelector: {$selector}
               tolerations: [$tolerations]

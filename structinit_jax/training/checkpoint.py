@@ -76,9 +76,12 @@ class Checkpoints:
                 print(f"note: deleted incomplete checkpoint {folder}")
         folders = step_folders(self.directory)
         self._runs = dict(files_lib.intact_runs(folders))
-        # A run killed during its first upload can leave a checkpoint that only process 0 finished.
-        unfinished = 1 if self._staged else 0
-        if not self._runs and sum((folder / RUN).exists() for folder in folders) > unfinished:
+        damaged = [] if self._runs else [folder for folder in folders if (folder / RUN).exists()]
+        if self._staged and len(damaged) == 1:
+            # A run was killed during its first upload, which only process 0 finished. The next
+            # start deletes it, so that another such upload would again be the only one.
+            (damaged.pop() / RUN).unlink()
+        if damaged:
             raise InputError(
                 f"{self.directory} has no intact checkpoint: repair one, or delete the directory "
                 "to start over"
