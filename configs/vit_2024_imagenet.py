@@ -8,7 +8,7 @@ the initialization after a colon: impulse_2024 (the default, and the paper's), m
 truncated_normal or kaiming_uniform (the scheme default with timm's and PyTorch's base), or our
 impulse; then the kernel size of the impulses, 3 (the default) or 5.
 
-From the text: 300 epochs "with the settings of ConvMixer". The authors' command
+From the text: 300 epochs with the training settings of ConvMixer. The authors' command
 (github.com/osiriszjq/structured_init) has other settings, and this file follows the command: eight
 processes with 512 images each, learning rate 4e-3, 50 epochs of warm-up, weight decay 0.05, mixup
 1.0, cutmix 0.8, random erasing, mixed precision (float16 there, bfloat16 here). From their program:

@@ -3,7 +3,7 @@
     python -m structinit_jax.main --workdir=DIR \
         --config=configs/vit_2024_small.py:cifar100,vit_small_patch2_32,mimetic
 
-Paper: "Structured Initialization for Attention in Vision Transformers" (2024), section 5.2. Pass
+Paper: "Structured Initialization for Attention in Vision Transformers" (2024), section 5.1. Pass
 the row after a colon: the data set, cifar10, cifar100 or svhn_cropped; then the model,
 vit_tiny_patch2_32 (the default), vit_tiny_h8_patch2_32, vit_small_patch2_32,
 vit_small_h16_patch2_32 or, with depth 8, vit_wD_hH_patch2_32 (width D: 64, 128, 256 or 512; heads

@@ -83,11 +83,15 @@ def impulse(
 
         softmax(σ X Q Kᵀ Xᵀ) ≈ H,
 
-    where H attends to the neighbor at the head's offset (2024, equation 8). The product of value
-    and output projection is near -0.4 I, as in 2025. `impulse_2024` and `impulse_2025` solve for Q
-    and K as the papers do, with algorithm 1 and a pseudo-inverse; this scheme gets closer to H at
-    the same norms. Once compiled, it takes less than a second on 14×14 tokens; the time grows with
-    the square of the number of tokens. `absolute` describes the method for ViTs.
+    where H attends to the neighbor at the head's offset (2024, equation 8). `impulse_2024` and
+    `impulse_2025` solve for Q and K as the papers do, with algorithm 1 and a pseudo-inverse; this
+    scheme gets closer to H at the same norms. Once compiled, it takes less than a second on 14×14
+    tokens (two with learned positions); the time grows with the square of the number of tokens.
+    `absolute` describes the method for ViTs.
+
+    The product of value and output projection is near -0.4 I, as in the program of 2025. The papers
+    set only Q and K (docs/results.md has the accuracy without V and projection); to do the same,
+    wrap the scheme: `lambda rng, site: impulse()(rng, site)._replace(value=None, out=None)`.
 
     The variants for rotary positions, windows (Swin) and token mixing (MLP-Mixer) are our own: the
     papers have no impulse for them. The scale of the filters at a `ConvSite` is our own too.
@@ -135,9 +139,9 @@ def impulse_mimetic(
     """Our variant: `impulse` in the first half of the layers, then attention to similar tokens.
 
     In the second half, heads attend to similar tokens: Q Kᵀ is near 0.7 I, as in `mimetic`. The
-    default target mass is smaller than that of `impulse` because softer impulses in the early
-    layers train better on CIFAR-10 (docs/results.md); grids of ten tokens or fewer need a larger
-    mass. A sin-cos encoding replaces learned positions. For the options, see `impulse`.
+    default target mass is smaller than that of `impulse`; with sin-cos positions, masses from 0.02
+    to 0.2 train about equally well on CIFAR-10 (docs/results.md). Grids of ten tokens or fewer need
+    a larger mass. A sin-cos encoding replaces learned positions. For the options, see `impulse`.
 
     >>> weights = si.impulse_mimetic()(jax.random.key(0), site)  # a site as in `AttentionSite`
     >>> weights.filter_index.shape  # half of the 12 layers, 3 heads

@@ -85,7 +85,7 @@ def impulse_2024(
 def draw_pseudo_input(
     rng: PRNGKeyArray, name: str, positions: Float[Array | np.ndarray, "N D"]
 ) -> Float[Array | np.ndarray, "N D"]:
-    """Draws one of the pseudo inputs in table 6 of the 2024 paper, before LayerNorm.
+    """Draws one of the pseudo inputs of the 2024 paper (table 6 and its caption), before LayerNorm.
 
     'uniform' is noise between -1 and 1; 'gaussian' is truncated normal noise of standard deviation
     (1/2)^1/2, as large as the sin-cos encoding; names with a '+' add the noise to the positions.

@@ -47,7 +47,7 @@ def _variants() -> dict[str, dict[str, Any]]:
         for patch, image in inputs
         if image % patch == 0
     }
-    # The 2024 paper's models (section 5.2, tables 3 and 5).
+    # The 2024 paper's models (section 5, tables 3, 5 and 7).
     paper = dict(image_size=32, patch_size=2, positions="sincos", pool="mean")
     variants["vit_tiny_h8_patch2_32"] = dict(width=192, depth=12, num_heads=8) | paper
     variants["vit_small_h16_patch2_32"] = dict(width=384, depth=12, num_heads=16) | paper
