@@ -164,6 +164,11 @@ def test_a_first_upload_that_one_process_has_not_finished_is_no_damage(tmp_path,
     for _ in range(2):
         with opened(tmp_path) as checkpoints:
             assert checkpoints.latest_step is None
+    with opened(tmp_path) as checkpoints:
+        save(checkpoints, 2)
+    (tmp_path / "2" / "state" / "_METADATA").write_text("")
+    with pytest.raises(InputError, match="has no intact checkpoint"), opened(tmp_path):
+        pass
 
 
 def test_nothing_of_another_program_is_deleted(directory, capsys):

@@ -76,16 +76,19 @@ class Checkpoints:
                 print(f"note: deleted incomplete checkpoint {folder}")
         folders = step_folders(self.directory)
         self._runs = dict(files_lib.intact_runs(folders))
-        damaged = [] if self._runs else [folder for folder in folders if (folder / RUN).exists()]
-        if self._staged and len(damaged) == 1:
-            # A run was killed during its first upload, which only process 0 finished. The next
-            # start deletes it, so that another such upload would again be the only one.
-            (damaged.pop() / RUN).unlink()
-        if damaged:
+        if not self._runs and any(map(self._is_damaged, folders)):
             raise InputError(
                 f"{self.directory} has no intact checkpoint: repair one, or delete the directory "
                 "to start over"
             )
+
+    def _is_damaged(self, folder):
+        """Whether a checkpoint that is not intact was once finished."""
+        finished = (folder / RUN).exists()
+        if finished and self._staged:
+            # A killed run can leave an upload that process 0 has finished, but others have not.
+            finished = _has_indexes(folder, files_lib.read_run(folder))
+        return finished
 
     def save(self, step: int, state: TrainState, run: dict[str, Any]) -> None:
         """Starts saving a checkpoint in the background.
@@ -162,17 +165,17 @@ class Checkpoints:
 
     def _remove_old(self):
         # Another process may not have finished its part of the newest checkpoint.
-        finished = [s for s in sorted(self._runs, reverse=True) if self._is_finished(s)]
+        finished = [
+            step
+            for step, run in sorted(self._runs.items(), reverse=True)
+            if _has_indexes(self.directory / str(step), run)
+        ]
         best = _find_best({step: self._runs[step] for step in finished})
         for step in set(finished).difference(finished[: self._keep], [best]):
             del self._runs[step]
             folder = self.directory / str(step)
             (folder / RUN).unlink()  # first, so that the rest is not used
             files_lib.remove_unfinished(folder)
-
-    def _is_finished(self, step):
-        others = range(1, self._runs[step]["num_indexes"])
-        return all(files_lib.index_path(self.directory / str(step), k).exists() for k in others)
 
 
 def find_step(directory: epath.PathLike, wanted: str | int = "newest") -> int | None:
@@ -284,6 +287,12 @@ def _shapes_by_name(tree) -> dict[str, str]:
         jax.tree_util.keystr(path, simple=True, separator="/"): describe(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
+
+
+def _has_indexes(folder, run) -> bool:
+    """Whether all processes have finished their part of a checkpoint."""
+    processes = range(run["num_indexes"])
+    return all(files_lib.index_path(folder, process).exists() for process in processes)
 
 
 def _find_best(runs: dict[int, dict[str, Any]]) -> int | None:
