@@ -174,7 +174,8 @@ IMPULSE_AND_BOX = np.stack([np.eye(9)[0].reshape(3, 3), np.ones((3, 3))])
     ("field", "options"),
     [
         (r"filters=array of shape \(3, 3\)", dict(filters=np.ones((3, 3)))),
-        ("filters=.* positive", dict(filters=np.zeros((1, 3, 3)))),
+        ("filters=.* zero", dict(filters=np.zeros((1, 3, 3)))),
+        ("filters=.* finite", dict(filters=np.full((1, 3, 3), np.inf))),
         ("filters", dict(filters=-np.ones((1, 3, 3)))),
         ("filters", dict(filters=np.ones((1, 4, 4)))),
         ("grid=.* dilation", dict(dilation=5)),

@@ -26,8 +26,8 @@ def filter_kernels(
 
     R = 2 rows - 1 and C = 2 cols - 1, with offset 0 in the center. Neighboring taps are `dilation`
     apart. Taps that lead off the grid from every token are left out. On a single row or column of
-    tokens, all impulses are along it. Raises `InputError` for filters of even size, with negative
-    values, or all zero.
+    tokens, all impulses are along it. Raises `InputError` for filters of even size, or with values
+    that are negative, not finite, or all zero.
     """
     if filters is None:
         height, width = (1 if side == 1 else kernel_size for side in grid)
@@ -35,8 +35,8 @@ def filter_kernels(
     else:
         kernels = np.asarray(filters, np.float32)
         _, height, width = kernels.shape
-        needs = "kernels [F, f, f] with odd f and no negative values, each with a positive one"
-        has_values = kernels.min() >= 0 and kernels.any(axis=(1, 2)).all()
+        needs = "kernels [F, f, f] with odd f and finite values, none negative, not all zero"
+        has_values = np.isfinite(kernels).all() and kernels.min() >= 0 and kernels.any((1, 2)).all()
         require("filters", kernels, needs, height == width and height % 2 == 1 and has_values)
     rows, cols = grid
     dy, dx = (dilation * (np.arange(size) - size // 2) for size in (height, width))

@@ -78,7 +78,10 @@ def flatten(params: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
     Returns the leaves by name, with dots between the levels ('blocks.0.attn.qkv.weight'), and the
     function that rebuilds `params` from such a dict.
     """
-    refuse_torch_module("params", params)
+    if callable(getattr(params, "state_dict", None)):
+        raise InputError(
+            f"params is a {type(params).__name__}, a torch module: pass its state_dict()"
+        )
     if isinstance(params, nnx.Module):
         graphdef, state, sown = nnx.split(params, nnx.Not(nnx.Intermediate), ...)
         leaves, rebuild = flatten(state)
@@ -95,14 +98,6 @@ def flatten(params: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
         return treedef.unflatten(new.values())
 
     return leaves, rebuild
-
-
-def refuse_torch_module(argument: str, value: Any) -> None:
-    """Raises `InputError` for a torch module in place of its state dict."""
-    if callable(getattr(value, "state_dict", None)):
-        raise InputError(
-            f"{argument} is a {type(value).__name__}, a torch module: pass its state_dict()"
-        )
 
 
 def _name(path) -> str:

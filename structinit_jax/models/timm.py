@@ -20,7 +20,7 @@ from flax import nnx, traverse_util
 
 from structinit_jax.attention_init import sincos_positions
 from structinit_jax.errors import InputError, require
-from structinit_jax.interop.layouts import as_array, like, refuse_torch_module
+from structinit_jax.interop.layouts import as_array, like
 from structinit_jax.models.convmixer import ConvMixer
 from structinit_jax.models.mixer import MlpMixer
 from structinit_jax.models.model import Model
@@ -97,7 +97,11 @@ def _arrays_by_path(model: nnx.Module) -> dict[str, Any]:
 
 def _read_names(state_dict: StateDict) -> dict[str, Any]:
     """Returns the weights by timm's names, without buffers and wrapper prefixes."""
-    refuse_torch_module("state_dict", state_dict)
+    if not isinstance(state_dict, Mapping):
+        raise InputError(
+            f"state_dict is a {type(state_dict).__name__}: pass a dict of arrays by timm's names, "
+            "such as the state_dict() of a torch module or to_timm(model)"
+        )
     wrappers = r"^(?:(?:module|_orig_mod)\.)+|(?<=\.)_orig_mod\."  # DataParallel, `torch.compile`
     return {
         re.sub(wrappers, "", name): as_array(leaf)
