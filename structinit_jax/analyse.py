@@ -70,8 +70,8 @@ def write(snapshots: list[Snapshot], subject: str, out: Path) -> None:
         figures.draw_by_layer(snapshots, f"Measures by layer: {subject}", new / "by_layer.png")
         if has_maps:
             figures.draw_snapshots(snapshots, f"Attention maps: {subject}", new / "maps.png")
-            layers = [(s.name, layer) for s in snapshots for layer in s.layers]
-            maps = {f"{name}/layer {layer.name}": layer.maps for name, layer in layers}
+            named = [(s.name, layer) for s in snapshots for layer in s.layers]
+            maps = {f"{name}/layer {layer.name}": layer.maps for name, layer in named}
             np.savez_compressed(new / "maps.npz", **maps)
     if not has_maps:
         for name in ("maps.npz", "maps.png"):  # left over from another model

@@ -145,6 +145,10 @@ def validate(config: ConfigDict) -> None:
     _check_section(AugmentConfig, dict(config.augment), "config.augment.")
     with prefixed("config.model."):
         models.check_fields(dict(config.model))
+    for field in ("image_size", "channels"):
+        needs = f"left out: the model gets config.data.{field}"
+        value = config.model.get(field)
+        require(f"config.model.{field}", value, needs, field not in config.model)
     needs = (
         "a value that config.json can store: to pass an array, name a function of your own, "
         "'module:function'"

@@ -102,14 +102,14 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     total = build.check_memory(step, data_bytes, memory)
     needs = step.memory_analysis()
     epochs = schedule.num_steps / schedule.steps_per_epoch
-    num_hosts = len({device.process_index for device in mesh.devices.flat})
+    num_processes = len({device.process_index for device in mesh.devices.flat})
     num_parameters = parameter_overview.count_parameters(model.params)
     rows = {
         "model": f"{config.model.name}, {num_parameters:,} parameters",
         "initial weights": config.start_from or scheme,
         "devices": sharding.describe(mesh),
         "batch": f"{config.batch_size} global, {config.batch_size // mesh.size} per device, "
-        f"{config.batch_size // num_hosts} per host",
+        f"{config.batch_size // num_processes} per process",
         "data": f"{title(data.name, data.data_dir)}, {num_examples:,} training examples "
         f"({data.train_split}), {num_eval_examples:,} test examples ({data.eval_split})",
         "steps": f"{schedule.num_steps:,}, {epochs:.1f} epochs of {schedule.steps_per_epoch:.1f}; "

@@ -231,6 +231,7 @@ def is_reference(name: str) -> bool:
 
 def find(name: str, known: Mapping[str, Any], field: str) -> Any:
     """Returns the object that a name in `field` refers to: a known one, or 'module:object'."""
+    require(field, name, "a string", isinstance(name, str))
     if name in known:
         return known[name]
     if not is_reference(name):

@@ -104,7 +104,8 @@ def mean_and_std(source: ImageSource) -> tuple[tuple[float, ...], tuple[float, .
         return [power.mean(axis=(0, 1), dtype=float) for power in (pixels, pixels**2)]
 
     mean, square = np.mean(source.map(moments), axis=0)
-    return tuple(mean.round(3).tolist()), tuple(np.sqrt(square - mean**2).round(3).tolist())
+    variance = np.maximum(square - mean**2, 0)  # Rounding can make it negative.
+    return tuple(mean.round(3).tolist()), tuple(np.sqrt(variance).round(3).tolist())
 
 
 def report(dataset: Dataset, num_checked: int) -> None:

@@ -23,6 +23,7 @@ def changed(field, value):
         ("keep_checkpoints", 1),
         ("cooldown_epochs", 30.0),  # out of 30 epochs
         ("model.depth", 0),
+        ("model.image_size", 64),  # it comes from data.image_size
         ("data.mean", (0.5,)),  # for 3 channels
         ("data.std", (0.0, 0.2, 0.2)),
         # On the scale from 0 to 255.

@@ -74,7 +74,7 @@ def test_a_run_goes_on_with_other_processes_and_devices_and_stops_together(tmp_p
     pair = start_two(*arguments("changed", 20, fsdp=2))
     first, second = results = [command.wait() for command in pair]
     assert first.returncode == second.returncode == 0, results
-    assert "devices: 8 × cpu (2 hosts), each copy of the state on 2" in first.stdout
+    assert "devices: 8 × cpu (2 processes), each copy of the state on 2" in first.stdout
     assert "resumed from step 15" in first.stdout
     assert "done: accuracy" in first.stdout
     assert "step" not in second.stdout

@@ -51,7 +51,7 @@ def test_a_step_is_compiled_for_a_tpu_slice(tiny_config, capsys):
     dry_run(tiny_config, "tpu-v5e:2x2")
     out = capsys.readouterr().out
     assert "4 × TPU v5 lite" in out
-    assert "64 global, 16 per device, 64 per host" in out
+    assert "64 global, 16 per device, 64 per process" in out
     assert " of 16,128 MiB: " in out
 
 

@@ -196,6 +196,14 @@ def test_a_signal_during_the_last_step_of_a_run_stops_the_others(start, tmp_path
     assert "| default | 1 of 3 |" in (tmp_path / "report.md").read_text()
 
 
+def test_a_full_disk_stops_all_runs(start):
+    def fail(*run, **options):
+        raise StoppedError("no space left", exit_code=1)
+
+    with pytest.raises(StoppedError, match="no space"):
+        start(["default", "mimetic"], train=fail)
+
+
 def test_a_second_process_trains_other_settings(start, tmp_path, capsys):
     start(["default"], [0])
     (tmp_path / "default" / "seed_0" / "metrics.jsonl").unlink()

@@ -90,6 +90,7 @@ def test_variants_have_timms_parameter_counts(name):
             "^head_dim=2 .* multiple of 4 .* number of heads",
         ),
         (dict(name="swin", depths=(2,)), r"^num_heads=\[2, 4\] .* depths=\(2,\)"),
+        (dict(name="swin", image_size=3, patch_size=4), "^image_size=3 .* patch_size=4"),
     ],
 )
 def test_sizes_that_do_not_fit_and_invalid_fields_are_refused(fields, message):

@@ -63,6 +63,7 @@ def test_labels_that_are_no_classes_are_bad():
 
 def test_mean_and_deviation_are_those_of_all_pixels_by_channel():
     images = np.random.default_rng(0).integers(0, [256, 128, 64], (30, 9, 7, 3), np.uint8)
+    images[..., 2] = 83  # of which the variance is rounded to a negative number
     records = [{"image": image, "label": -1} for image in images]
     source = Dataset.from_records("noise", {"train": records}, ["a"]).split("train")
     pixels = images.reshape(-1, 3) / 255

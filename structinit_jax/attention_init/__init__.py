@@ -20,9 +20,9 @@ Each kind of site has a module with its schemes:
 - `TokenMixingSite`: token-mixing MLPs, as in MLP-Mixer (`token_mixing`).
 - `ConvSite`: depthwise convolutions, as in ConvMixer (`token_mixing`).
 
-Symbols follow the papers: N tokens on a grid, width D, h heads of d = D / h channels, L layers, F
-filters, kernel size f, positions P [N, D], X = LayerNorm(P), σ = d^-1/2, Q and K [D, d] of a head,
-target map H [N, N] of a convolution, attention map M = softmax(σ X Q Kᵀ Xᵀ) [N, N].
+Symbols follow the papers: N tokens on a grid, width D, h heads of d channels (D / h in our models),
+L layers, F filters, kernel size f, positions P [N, D], X = LayerNorm(P), σ = d^-1/2, Q and K [D, d]
+of a head, target map H [N, N] of a convolution, attention map M = softmax(σ X Q Kᵀ Xᵀ) [N, N].
 """
 
 from __future__ import annotations  # so that signatures show the names of checked types

@@ -56,9 +56,10 @@ def impulse_2024(
     num_solved = min(shared, site.num_layers)
     filter_index = jax.random.randint(offset_rng, (num_solved, site.num_heads), 0, len(targets))
     names = [first_input] + [following_input] * (num_solved - 1)
+    input_rngs = jax.random.split(input_rng, num_solved)
     inputs = [
-        draw_pseudo_input(rng, name, positions)
-        for rng, name in zip(jax.random.split(input_rng, num_solved), names, strict=True)
+        draw_pseudo_input(layer_rng, name, positions)
+        for layer_rng, name in zip(input_rngs, names, strict=True)
     ]
     solve = functools.partial(
         _solve_2024,

@@ -23,7 +23,7 @@ from structinit_jax.training import build, distributed
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.metrics import format_duration
 from structinit_jax.training.step import make_train_step
-from structinit_jax.training.train import PREEMPTED_EXIT_CODE, train
+from structinit_jax.training.train import NOT_FINITE_EXIT_CODE, PREEMPTED_EXIT_CODE, train
 
 LOG = "log.txt"
 # Fields that change results by rounding at most; data are compared by digests, not by folder.
@@ -206,7 +206,8 @@ def _train(config, run, label, stop):
             train(config.lock(), run.folder, stop_request=stop, on_evaluation=show_evaluation)
             error_file.unlink()
         except Exception as error:  # including those of your own schemes and data sets
-            if isinstance(error, StoppedError) and error.exit_code == PREEMPTED_EXIT_CODE:
+            # A signal or a full disk stops all runs, a state that is not finite only its own.
+            if isinstance(error, StoppedError) and error.exit_code != NOT_FINITE_EXIT_CODE:
                 raise
             traceback.print_exc(file=log)
             text = printable(f"{type(error).__name__}: {error}".splitlines()[0])

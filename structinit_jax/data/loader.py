@@ -90,7 +90,8 @@ class Loader:
         batch size B is global and a multiple of the number of devices. With `drop_remainder`, each
         epoch ends after its last full batch; otherwise a batch can straddle two epochs. For
         `repeats`, see `stream_indices`; a batch holds the first copies of its images, then the
-        second copies, and so on, so that a mixing group has no image twice, as in timm.
+        second copies, and so on, as in timm. Within an epoch, a mixing group of at most B / repeats
+        images therefore has no image twice.
         """
         length = len(self) - (len(self) % batch_size if drop_remainder else 0)
         by_copy = np.argsort(np.arange(batch_size) % repeats, kind="stable")
@@ -146,9 +147,9 @@ class HostLoader(Loader):
 
     def _batches(self, order, steps, batch_size):
         sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
-        batches = self.read_batches(
-            order, steps, batch_size, jax.process_index(), jax.process_count()
-        )
+        processes = sorted({device.process_index for device in self.mesh.devices.flat})
+        index = processes.index(jax.process_index())
+        batches = self.read_batches(order, steps, batch_size, index, len(processes))
         # Copies to the devices are asynchronous.
         return (_make_global(batch, sharding) for batch in batches)
 

@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import http.client
 import os
 import urllib.request
 import zlib
@@ -89,7 +90,7 @@ def _download(url, path, sha256):
     try:
         with urllib.request.urlopen(url, timeout=30) as response:
             content = response.read()
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:  # the latter if the connection breaks
         raise InputError(
             f"fashion_mnist: {url} cannot be downloaded ({error}): pass the folder of its four "
             f"files, {', '.join(f'{name}.gz' for name in CHECKSUMS)}, as data_dir"

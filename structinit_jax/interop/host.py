@@ -314,7 +314,7 @@ def find_hosts(leaves: Leaves, num_heads: int | None) -> list[Host]:
     return hosts
 
 
-def square(tokens: int) -> Grid | None:
+def square_grid(tokens: int) -> Grid | None:
     """Returns the square grid of that many tokens, or None."""
     side = math.isqrt(max(tokens, 0))
     return (side, side) if side and side * side == tokens else None
@@ -336,7 +336,7 @@ def _split_rows(name, rows, extra, grid):
         found = [(rows - math.prod(grid), grid)]
         found = found if 0 <= found[0][0] <= extra else []
     else:
-        squares = {n: square(rows - n) for n in sorted({0, min(1, extra), extra})}
+        squares = {n: square_grid(rows - n) for n in sorted({0, min(1, extra), extra})}
         found = [(n, side) for n, side in squares.items() if side is not None]
     needs = (
         f"(rows, cols) of the image tokens: {name} has {rows} rows, at most {extra} of them for "

@@ -26,7 +26,7 @@ from structinit_jax.attention_init.sites import (
     check_weights,
 )
 from structinit_jax.errors import InputError, check_scheme, require, warn
-from structinit_jax.interop.host import Host, find_hosts, square
+from structinit_jax.interop.host import Host, find_hosts, square_grid
 from structinit_jax.interop.layouts import (
     Leaves,
     as_array,
@@ -64,6 +64,10 @@ def initialize(
 
     The biases of the projections that the scheme sets become zero. If the scheme returns positions,
     they replace the rows of a learned position table after those of class and register tokens.
+
+    >>> model = nnx.MultiHeadAttention(num_heads=3, in_features=96, rngs=nnx.Rngs(0))
+    >>> positions = si.sincos_positions(grid=(8, 8), width=96)
+    >>> model = si.initialize(model, si.impulse(), jax.random.key(0), positions=positions)
 
     Args:
       params: A state dict, Linen tree, Equinox or NNX module, NNX state or pure dict; not modified.
@@ -158,7 +162,7 @@ def _find_site(
             "and register tokens, and pass grid=(rows, cols) if the rest do not fill a square"
         )
         shape = np.shape(positions)
-        filled = grid or square(shape[0] if shape else 0)
+        filled = grid or square_grid(shape[0] if shape else 0)
         fits = filled is not None and shape == (math.prod(filled), host.width)
         require("positions", positions, needs, fits)
         return AttentionSite(grid=filled, **host.sizes(), positions=positions)
@@ -221,17 +225,17 @@ def _rotary_site(host: Host, given: Any, grid: Grid | None) -> RotarySite:
     angles = np.arctan2(sin[..., firsts], cos[..., firsts])
     angles = angles.reshape(*lead, *angles.shape[-2:]).astype(np.float32)
     tokens = angles.shape[2]
-    grid = grid or square(tokens)
+    grid = grid or square_grid(tokens)
     needs = (
         f"(rows, cols) of the image tokens, whose {tokens} rotations advance by equal angles along "
         "rows and columns: pass only the rotations of the image tokens, row by row"
     )
     fits = grid is not None and math.prod(grid) == tokens
-    require("grid", grid, needs, fits and _is_even(np.exp(1j * angles), grid))
+    require("grid", grid, needs, fits and _advances_evenly(np.exp(1j * angles), grid))
     return RotarySite(grid=grid, **host.sizes(), angles=angles, pairs=pairs)
 
 
-def _is_even(rotations: Complex[np.ndarray, "L h N p"], grid: Grid) -> bool:
+def _advances_evenly(rotations: Complex[np.ndarray, "L h N p"], grid: Grid) -> bool:
     """Whether e^iθ changes by a constant factor per row and per column, as in 2-D RoPE."""
     rotations = rotations.reshape(*rotations.shape[:2], *grid, -1)
     right = rotations[..., 1:, :] * rotations[..., :-1, :].conj()

@@ -88,6 +88,8 @@ class SwinTransformer(Model):
         require("num_heads", num_heads, needs, lambda heads: len(heads) == len(depths))
         self.patch_size = patch_size
         self.grid = tuple(side // patch_size for side in image_sides(image_size))
+        needs = f"at least patch_size={patch_size}"
+        require("image_size", image_size, needs, min(self.grid) > 0)
         self.depths = tuple(depths)  # a list in JSON configs
         self.drop_path = drop_path
         self.base_init = base_init

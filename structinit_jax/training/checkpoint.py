@@ -114,13 +114,13 @@ class Checkpoints:
             (folder / RUN).unlink(missing_ok=True)  # left by a damaged checkpoint of the same step
         files_lib.index_path(folder, jax.process_index()).unlink(missing_ok=True)
         # On TPUs, and between processes, Orbax makes implicit transfers.
-        with jax.transfer_guard("allow"), contextlib.ExitStack() as stage:
+        with jax.transfer_guard("allow"), contextlib.ExitStack() as cleanup:
             local = folder
             if self._staged:
-                local = epath.Path(stage.enter_context(tempfile.TemporaryDirectory()))
+                local = epath.Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
             tree = ocp.args.PyTreeSave(_parts(state))
             self._saver.save(local / STATE, args=tree, force=True)
-            self._writing = self._writer.submit(self._finish, folder, local, stage.pop_all(), run)
+            self._writing = self._writer.submit(self._finish, folder, local, cleanup.pop_all(), run)
         self.latest_step = step
 
     def wait(self) -> None:
@@ -144,9 +144,9 @@ class Checkpoints:
             self._writer.shutdown()
             self._saver.close()
 
-    def _finish(self, folder, local, stage, run):
+    def _finish(self, folder, local, cleanup, run):
         """Waits for Orbax, then completes the checkpoint with its checksums and `run.json`."""
-        with stage:
+        with cleanup:
             self._saver.wait_until_finished()
             process = jax.process_index()
             if process < run["num_indexes"]:
@@ -189,12 +189,16 @@ def find_step(directory: epath.PathLike, wanted: str | int = "newest") -> int | 
     step = None
     needs = "'newest', 'best' or a step number"
     require("step", wanted, needs, lambda x: x in ("newest", "best") or x.isdecimal())
-    if jax.process_index() == 0:
-        folders = step_folders(directory)
-        if wanted.isdecimal():
-            folders = [folder for folder in folders if folder.name == wanted]
-        intact = files_lib.intact_runs(folders)
-        step = _find_best(dict(intact)) if wanted == "best" else next(intact, (None,))[0]
+    with distributed.shared_errors():
+        if jax.process_index() == 0:
+            folders = step_folders(directory)
+            if wanted.isdecimal():
+                folders = [folder for folder in folders if folder.name == wanted]
+            intact = files_lib.intact_runs(folders)
+            if wanted == "best":
+                step = _find_best(dict(intact))
+            else:
+                step, _ = next(intact, (None, None))  # reads no older checkpoint than this one
     return _from_process_0(step)
 
 

@@ -65,7 +65,7 @@ def join(
         jax.config.update("jax_compilation_cache_dir", None)
     if jax.process_index() != 0:
         print(f"process {jax.process_index()} has joined", flush=True)
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
+        sys.stdout = Path(os.devnull).open("w", errors="backslashreplace")  # noqa: SIM115
 
 
 def check_equal(values: Mapping[str, Any]) -> None:

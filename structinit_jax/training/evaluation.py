@@ -46,15 +46,15 @@ def make_evaluator(
     """
     data = config.data
     mesh = model.mesh
-    step = make_eval_step(model, data.mean, data.std)
-    step = jax.jit(step, out_shardings=sharding.replicated(mesh))
+    eval_step = make_eval_step(model, data.mean, data.std)
+    eval_step = jax.jit(eval_step, out_shardings=sharding.replicated(mesh))
     loader = make_loader(source, mesh, CenterCrop(data.image_size, data.crop_fraction))
     batch_size = -(-config.batch_size // (config.accumulate_steps * mesh.size)) * mesh.size
 
     def evaluate(state):
         parts = []
         for batch in loader.eval_batches(batch_size=batch_size):
-            parts.append(step(*state.weights, batch))
+            parts.append(eval_step(*state.weights, batch))
             jax.block_until_ready(parts[-MAX_IN_FLIGHT - 1 : -MAX_IN_FLIGHT])
         every = jax.tree.map(lambda *values: np.concatenate(values), *jax.device_get(parts))
         every = {name: values[every["mask"] > 0] for name, values in every.items()}

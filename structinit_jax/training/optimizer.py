@@ -104,7 +104,8 @@ def adamw(
     tree `decayed` marks with True. A `clip_norm` of 0 disables clipping but keeps its place in the
     optimizer state, so that clipping can be enabled on resume.
 
-    Stacked blocks are passed as stacked arrays, so the update must not depend on array shapes.
+    Unlike custom optimizers (`by_layer`), it sees the layers of a stack in one array. The update is
+    the same, because apart from the global norm that of an element depends on this element alone.
     """
     return optax.chain(
         optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity(),

@@ -50,13 +50,13 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def describe(mesh: Mesh) -> str:
-    """Formats a mesh, for example '8 × TPU v4 (2 hosts), each copy of the state on 4'."""
+    """Formats a mesh, for example '8 × TPU v4 (2 processes), each copy of the state on 4'."""
     devices = mesh.devices.flatten()
-    num_hosts = len({device.process_index for device in devices})
-    hosts = f" ({num_hosts} hosts)" if num_hosts > 1 else ""
+    num_processes = len({device.process_index for device in devices})
+    processes = f" ({num_processes} processes)" if num_processes > 1 else ""
     fsdp = mesh.shape[FSDP_AXIS]
     copies = f", each copy of the state on {fsdp}" if fsdp > 1 else ""
-    return f"{len(devices)} × {devices[0].device_kind}{hosts}{copies}"
+    return f"{len(devices)} × {devices[0].device_kind}{processes}{copies}"
 
 
 # -- placement of the state ------------------------------------------------------------------------

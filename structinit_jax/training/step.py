@@ -46,8 +46,8 @@ def make_train_step(
     augment = make_augmentation(config, mesh)
     mixes = config.augment.mixup > 0 or config.augment.cutmix > 0
     ema_decay = config.ema_decay
-    loss = find(config.loss, LOSSES, "config.loss")
-    value_and_grad = _make_value_and_grad(model.graphdef, loss)
+    loss_function = find(config.loss, LOSSES, "config.loss")
+    value_and_grad = _make_value_and_grad(model.graphdef, loss_function)
     if config.accumulate_steps > 1:
         value_and_grad = _in_parts(value_and_grad, config.accumulate_steps)
 

@@ -28,6 +28,8 @@ with epy.lazy_imports():  # First used while the training step compiles.
 
 # Exit code of a run that was stopped by a signal: EX_TEMPFAIL in sysexits.h, "try again later".
 PREEMPTED_EXIT_CODE = 75
+# A launcher must not restart such a run: it would end the same way.
+NOT_FINITE_EXIT_CODE = 2
 
 
 def train(
@@ -230,5 +232,5 @@ def _check_finite(steps, checkpoints):
             f"To see the images of this step, run structinit_jax.show with --step={step} and this "
             f"--workdir. The same command resumes from step {checkpoints.latest_step or 0} and "
             "repeats the step: lower config.learning_rate or set config.clip_norm",
-            exit_code=2,  # A launcher must not restart the run: it would end the same way.
+            exit_code=NOT_FINITE_EXIT_CODE,
         )
