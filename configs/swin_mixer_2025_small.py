@@ -1,7 +1,9 @@
-"""Swin and MLP-Mixer on small data sets: "Structured Initialization for ViTs" (2025), table 3.
+"""Swin and MLP-Mixer on small data sets: table 3 of the 2025 paper.
 
     python -m structinit_jax.main --workdir=DIR \
         --config=configs/swin_mixer_2025_small.py:cifar10,swin_tiny_patch4_window7_224,mimetic
+
+Paper: "Structured Initialization for Vision Transformers" (2025).
 
 Pass the row after a colon: the data set, cifar10, cifar100, stl10, oxford_flowers102,
 oxford_iiit_pet or food101; then the model, swin_tiny_patch4_window7_224 (the default),

@@ -1,7 +1,9 @@
-"""ViTs on ImageNet-1K: "Structured Initialization for Vision Transformers" (2025), tables 2, 5.
+"""ViTs on ImageNet-1K: tables 2 and 5 of the 2025 paper.
 
     python -m structinit_jax.main --workdir=DIR --config.data.data_dir=TFDS \
         --config=configs/vit_2025_imagenet.py:vit_base_patch16_224,mimetic
+
+Paper: "Structured Initialization for Vision Transformers" (2025).
 
 Pass the row after a colon: vit_base_patch16_224, vit_small_patch16_224 or vit_tiny_patch16_224;
 then the scheme, impulse_2025 (the default, and the paper's), mimetic, default, or our impulse. All

@@ -1,7 +1,9 @@
-"""ViTs on small data sets at 224 pixels: "Structured Initialization for ViTs" (2025), tables 1, 4.
+"""ViTs on small data sets at 224 pixels: tables 1 and 4 of the 2025 paper.
 
     python -m structinit_jax.main --workdir=DIR \
         --config=configs/vit_2025_small.py:food101,vit_tiny_patch16_224,mimetic
+
+Paper: "Structured Initialization for Vision Transformers" (2025).
 
 Pass the row after a colon: the data set, cifar10, cifar100, stl10, oxford_flowers102,
 oxford_iiit_pet or food101; then the model, vit_tiny_patch16_224 (the default, and the paper's),

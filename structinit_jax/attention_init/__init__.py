@@ -89,12 +89,14 @@ def impulse(
     tokens (two with learned positions); the time grows with the square of the number of tokens.
     `absolute` describes the method for ViTs.
 
-    The product of value and output projection is near -0.4 I, as in the program of 2025. The papers
-    set only Q and K (docs/results.md has the accuracy without V and projection); to do the same,
-    wrap the scheme: `lambda rng, site: impulse()(rng, site)._replace(value=None, out=None)`.
+    The product of value and output projection is near -0.4 I, as in the 2025 paper's program,
+    although the text of both papers sets only Q and K. To do the same, wrap the scheme:
+    `lambda rng, site: impulse()(rng, site)._replace(value=None, out=None)`. Most of the gain on
+    CIFAR-10 then disappears (docs/results.md).
 
     The variants for rotary positions, windows (Swin) and token mixing (MLP-Mixer) are our own: the
-    papers have no impulse for them. The scale of the filters at a `ConvSite` is our own too.
+    papers do not use rotary positions, and the 2025 paper reports Swin and MLP-Mixer, but its
+    program has no impulse for them. The scale of the filters at a `ConvSite` is our own too.
 
     >>> weights = si.impulse(kernel_size=3)(jax.random.key(0), site)  # a site as in `AttentionSite`
     >>> weights.query.shape

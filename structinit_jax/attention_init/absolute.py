@@ -1,15 +1,16 @@
 """The method for attention over a grid of tokens with positions (`AttentionSite`), as in ViT.
 
-Both papers look for query and key weights whose attention to positions alone is a convolution.
-With the position encoding P [N, D] and X = LayerNorm(P), each head's Q and K [D, d] minimize
+Both papers look for query and key weights whose attention to positions alone is a convolution, the
+2024 paper by gradient descent, the 2025 paper in closed form. Here, with the position encoding
+P [N, D] and X = LayerNorm(P), each head's Q and K [D, d] minimize
 
     mean of (H - M)²,   M = softmax(σ X Q Kᵀ Xᵀ)                        (2024, equation 8)
 
 where the target H [N, N] shifts every token's attention by the head's offset. Three facts make this
 cheap. With X = Z Bᵀ, Z [N, r] and orthonormal B [D, r], M depends only on BᵀQ and BᵀK [r, d], and a
-sin-cos encoding has a rank r of about 20 at any width. There are only F = f² distinct targets, so
-each is solved for only once. And a random rotation R of the d channels, Q R and K R, leaves M
-unchanged, so every head of every layer gets its own weights.
+sin-cos encoding has a low rank r at any width: 19 on 14×14 tokens, at most 53 on 64×64. There are
+only F = f² distinct targets, so each is solved for only once. And a random rotation R of the d
+channels, Q R and K R, leaves M unchanged, so every head of every layer gets its own weights.
 """
 
 import functools
@@ -31,7 +32,7 @@ from structinit_jax.attention_init.sites import (
 )
 from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps
 
-# Learned positions that are kept are multiplied by this, as in the 2025 paper.
+# Learned positions that are kept are multiplied by this, as in the 2025 paper's program.
 POSITION_SCALE = 18.0
 # Learned positions start as noise of full rank, and fixed ones can have a high rank too, unlike
 # sin-cos encodings (rank 53 on 64×64 tokens). The closed form is then already close to the
