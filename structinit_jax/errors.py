@@ -16,7 +16,6 @@ import contextlib
 import difflib
 import functools
 import importlib
-import inspect
 import math
 import os
 import re
@@ -211,17 +210,6 @@ def _check_of(hint: Any) -> Check:
                 lambda x: isinstance(x, tuple | list) and all(map(each.holds, x)),
             )
     return _CHECKS.get(hint, Check("", lambda _: True))
-
-
-def check_scheme(scheme: Any) -> None:
-    """Raises `InputError` unless `scheme(rng, site)` can be called."""
-    try:
-        inspect.signature(scheme).bind("rng", "site")
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            f"attention_init={getattr(scheme, '__name__', repr(scheme))} must be a function of "
-            "(rng, site): call the scheme, as in impulse()"
-        ) from error
 
 
 def is_reference(name: str) -> bool:

@@ -4,7 +4,6 @@ from typing import Annotated, Literal
 
 import pytest
 
-import structinit_jax as si
 from structinit_jax import errors
 from structinit_jax.errors import InputError, printable
 
@@ -72,9 +71,3 @@ def test_control_characters_of_names_are_escaped():
         r"a\x1b]0;t\x07\nerror: b\u202e\udc80"
     )
     assert printable("two\nlines\x1b", keep="\n") == "two\nlines\\x1b"
-
-
-@pytest.mark.parametrize("scheme", [si.impulse, "impulse"])
-def test_a_scheme_is_a_function_of_rng_and_site(scheme):
-    with pytest.raises(InputError, match=r"^attention_init="):
-        errors.check_scheme(scheme)  # as initialize and models do

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import structinit_jax as si
-from structinit_jax.attention_init.sites import check_weights, sincos_positions
+from structinit_jax.attention_init.sites import check_scheme, check_weights, sincos_positions
 from structinit_jax.errors import InputError
 
 
@@ -36,3 +36,9 @@ def test_sites_of_the_users_own_take_weights_of_their_own():
         check_weights(si.AttentionWeights(position_scale=2.0), object())
     relative = type("RelativeSite", (si.AttentionSite,), {})((2, 3), 8, 2, 4, 1, 0.5)
     check_weights(si.AttentionWeights(bias=np.zeros((1, 15, 2))), relative)
+
+
+@pytest.mark.parametrize("scheme", [si.impulse, "impulse"])
+def test_a_scheme_is_a_function_of_rng_and_site(scheme):
+    with pytest.raises(InputError, match=r"^attention_init="):
+        check_scheme(scheme)  # as initialize and models do

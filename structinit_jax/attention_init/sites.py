@@ -6,6 +6,7 @@ Also the sin-cos position encoding, and helpers for the positions of a site.
 from __future__ import annotations  # so that signatures show the names of checked types
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -260,6 +261,17 @@ Site = AttentionSite | RotarySite | WindowSite | TokenMixingSite | ConvSite
 Weights = AttentionWeights | TokenMixingWeights | ConvWeights
 # A pure function `(rng, site) -> weights`, traceable by jit, vmap and eval_shape.
 AttentionInit = Callable[[jax.Array, Site], Weights]
+
+
+def check_scheme(scheme: Any) -> None:
+    """Raises `InputError` unless `scheme(rng, site)` can be called."""
+    try:
+        inspect.signature(scheme).bind("rng", "site")
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"attention_init={getattr(scheme, '__name__', repr(scheme))} must be a function of "
+            "(rng, site): call the scheme, as in impulse()"
+        ) from error
 
 
 def check_weights(weights: Any, site: Any) -> None:

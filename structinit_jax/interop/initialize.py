@@ -22,10 +22,11 @@ from structinit_jax.attention_init.sites import (
     GRID,
     AttentionStack,
     Grid,
+    check_scheme,
     check_shape,
     check_weights,
 )
-from structinit_jax.errors import InputError, check_scheme, require, warn
+from structinit_jax.errors import InputError, require, warn
 from structinit_jax.interop.host import Host, find_hosts, square_grid
 from structinit_jax.interop.layouts import (
     Leaves,

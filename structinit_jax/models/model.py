@@ -26,8 +26,8 @@ from structinit_jax.attention_init import (
     Weights,
 )
 from structinit_jax.attention_init.draws import split_by_stack
-from structinit_jax.attention_init.sites import check_shape, check_weights
-from structinit_jax.errors import PositiveInt, check_scheme, require
+from structinit_jax.attention_init.sites import check_scheme, check_shape, check_weights
+from structinit_jax.errors import PositiveInt, require
 from structinit_jax.models.layers import RESIDUAL, Rng, StackedBlock, set_weight
 
 _KEEP_LINEAR = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
