@@ -75,6 +75,11 @@ REFUSED = {  # parameters, by a part of the message
     "q_norm.weight may change the attention": lambda: changed(blocks__0__attn__q_norm__weight=ONES),
     "rel_pos.* may change the attention": lambda: changed(rel_pos__mlp__fc1__weight=ONES),
     r"norm1\.weight is not 1": lambda: changed(blocks__1__norm1__weight=2 * ONES),
+    r"params: norm1\.weight is not 1": lambda: {  # a single block
+        name.removeprefix("blocks.1."): leaf
+        for name, leaf in changed(blocks__1__norm1__weight=2 * ONES).items()
+        if name.startswith("blocks.1.")
+    },
     r"norm2\.bias is not 0": lambda: changed(blocks__1__norm2__bias=ONES),
     "positions: .* width 192: pass": lambda: without("pos_embed"),
     r"\.qkv\.weight .*not supported": lambda: changed(blocks__1__attn__qkv__weight=WIDE),

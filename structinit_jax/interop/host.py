@@ -281,6 +281,8 @@ class Host:
 
     def _is_norm(self, name: str) -> bool:
         """Whether an array belongs to a norm before the attention or the MLP of a block."""
+        if self.stack.attentions == ("",):  # The attention layer is the model: no block around it.
+            return False
         module = name.rpartition(".")[0]
         block = next(filter(name.startswith, self.stack.blocks), None)
         return block is not None and _NORMS.fullmatch(module.removeprefix(block)) is not None

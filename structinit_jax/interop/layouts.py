@@ -183,8 +183,8 @@ class Stack(NamedTuple):
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """Prefixes of the blocks around the attention layers."""
-        return tuple(f"{attention.rpartition('.')[0]}." for attention in self.attentions)
+        """Prefixes of the blocks around the attention layers; '' if the block is the model."""
+        return tuple(attention[: attention.rfind(".") + 1] for attention in self.attentions)
 
 
 def find_stack(leaves: Leaves) -> Stack:
