@@ -6,6 +6,7 @@ has its own workdir, `SETTING/seed_K`. The report (results.csv, report.md and cu
 these files, so it can be written again at any time.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -138,7 +139,7 @@ def _table(rows: list[list[str]]) -> str:
 def _summary(info, runs) -> list[list[str]]:
     """Returns a header, and a row for each setting."""
     published = {name: facts["published"] for name, facts in info["settings"].items()}
-    baselines = {name: facts.get("baseline") for name, facts in info["settings"].items()}
+    baselines = {name: facts["baseline"] for name, facts in info["settings"].items()}
     rows = [["setting", "seeds", _metric(runs), "difference from the baseline (95 %)"]]
     for setting, group in runs.items():
         percent = [100 * accuracy for accuracy in _accuracies(group).values()]
@@ -198,15 +199,13 @@ def write_report(workdir: Path) -> None:
 
 def csv_of(runs: Runs) -> str:
     """Returns the text of results.csv, which has one row for each run."""
-    header = ["setting", "seed", "status", "epoch", "accuracy"]
-    header += ["baseline", "published", "error"]
+    header = ["setting", "seed", "status", "epoch", "accuracy", "baseline", "published", "error"]
     rows = []
-    for setting, group in runs.items():
-        for run in group:
-            last = max(run.curve, default=0)
-            measured = [run.status, run.epoch(last), run.curve.get(last)]
-            facts = [run.facts.get("baseline"), run.facts["published"]]
-            rows.append([setting, run.seed, *measured, *facts, run.error])
+    for run in itertools.chain.from_iterable(runs.values()):
+        last = max(run.curve, default=0)
+        measured = [run.status, run.epoch(last), run.curve.get(last)]
+        facts = [run.facts["baseline"], run.facts["published"]]
+        rows.append([run.setting, run.seed, *measured, *facts, run.error])
     return csv_text(header, rows)
 
 
