@@ -1,6 +1,8 @@
 import gzip
 import hashlib
+import http.client
 import struct
+import urllib.request
 
 import numpy as np
 import pytest
@@ -71,6 +73,15 @@ def test_fashion_mnist_is_read_from_files_and_downloaded_once(files, tmp_path, m
     (tmp_path / "plain").touch()
     modes = {path.stat().st_mode for path in [tmp_path / "plain", *data_dir.rglob("*.gz")]}
     assert len(modes) == 1  # other users can read the downloads
+
+
+def test_a_download_that_breaks_off_is_named(tmp_path, monkeypatch):
+    def break_off(url, timeout):
+        raise http.client.IncompleteRead(b"")
+
+    monkeypatch.setattr(urllib.request, "urlopen", break_off)
+    with pytest.raises(InputError, match=r"fashion_mnist: .*IncompleteRead.*data_dir"):
+        open_dataset("fashion_mnist", tmp_path)
 
 
 def test_files_that_are_not_downloaded_or_not_the_originals_are_named(files, tmp_path, monkeypatch):
