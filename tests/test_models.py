@@ -123,6 +123,12 @@ def test_images_that_are_not_normalized_or_no_batch_are_refused(shape, dtype):
         embed(make("vit").patch_embedding, jnp.zeros(shape, dtype))
 
 
+@pytest.mark.parametrize(("family", "changes"), [("vit", dict(positions="rope")), ("swin", {})])
+def test_flax_can_tabulate_the_layers(family, changes):
+    # `nnx.tabulate` traces the arrays that one module passes to another.
+    assert "head" in nnx.tabulate(make(family, **changes), jnp.zeros((1, 8, 8, 1)))
+
+
 def test_layer_norms_have_timms_epsilon():
     for family, epsilon in (("vit", 1e-6), ("swin", 1e-5), ("mixer", 1e-6)):
         nodes = [node for _, node in nnx.iter_graph(make(family))]

@@ -50,12 +50,15 @@ def _project_at_once(x, layers):
     return tuple(y[:, :, i] for i in range(len(layers)))
 
 
-def rotate(x: Float[Array, "B N h d"], angles: Float[np.ndarray, "N p"]) -> Float[Array, "B N h d"]:
+def rotate(
+    x: Float[Array, "B N h d"], angles: Float[np.ndarray | Array, "N p"]
+) -> Float[Array, "B N h d"]:
     """Rotates channel pairs (2 k, 2 k + 1) of each head by the given angles (RoPE), in float32."""
+    xp = np if isinstance(angles, np.ndarray) else jnp  # `nnx.tabulate` traces the angles
     # Channel 2 k weights itself and its neighbor by (cos, -sin), channel 2 k + 1 by (cos, sin).
     signs = np.tile(np.float32([-1, 1]), angles.shape[1])
-    cos = jnp.asarray(np.repeat(np.cos(angles), 2, axis=1))[None, :, None]
-    sin = jnp.asarray(np.repeat(np.sin(angles), 2, axis=1) * signs)[None, :, None]
+    cos = jnp.asarray(xp.repeat(xp.cos(angles), 2, axis=1))[None, :, None]
+    sin = jnp.asarray(xp.repeat(xp.sin(angles), 2, axis=1) * signs)[None, :, None]
     wide = x.astype(jnp.float32)
     swapped = jnp.flip(wide.reshape(*x.shape[:-1], -1, 2), axis=-1).reshape(x.shape)
     return (wide * cos + swapped * sin).astype(x.dtype)

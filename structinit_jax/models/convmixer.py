@@ -115,7 +115,7 @@ class ConvMixer(Model):
         """
         stem = layers.gelu(self.patch_embedding(images))
         stem = self.stem_norm(stem, training=rng is not None)
-        rates = np.linspace(0, self.drop_path, self.depth, dtype=np.float32)
+        rates = np.linspace(0, self.drop_path, self.depth, dtype=np.float32).tolist()
         x, blocks = run_stack(self.blocks, stem, remat=self.remat, drop_path_rates=rates, rng=rng)
         pooled = x.astype(jnp.float32).mean(axis=(1, 2))
         return self.head(pooled), dict(stem=stem, blocks=blocks, pooled=pooled)

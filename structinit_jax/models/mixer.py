@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
@@ -115,7 +114,7 @@ class MlpMixer(Model):
         """
         patches = self.patch_embedding(images, self.grid)
         patches = patches.reshape(images.shape[0], self.grid[0] * self.grid[1], self.width)
-        rates = np.full(self.depth, self.drop_path, np.float32)
+        rates = [self.drop_path] * self.depth
         x, blocks = run_stack(
             self.blocks, patches, remat=self.remat, drop_path_rates=rates, rng=rng
         )

@@ -188,7 +188,7 @@ def run_stack(
     x: Float[Array, "B *grid D"],
     *,
     remat: Remat,
-    drop_path_rates: Float[np.ndarray, " L"],
+    drop_path_rates: Sequence[float],
     rng: Rng,
     cycle: Sequence[Mapping[str, Any]] = ({},),
     **options,
@@ -211,7 +211,7 @@ def run_stack(
     depth = len(drop_path_rates)
     period = len(cycle)
     whole = depth - depth % period  # Number of blocks in complete cycles.
-    rates = jnp.asarray(drop_path_rates) if drop_path_rates.any() else None
+    rates = jnp.asarray(drop_path_rates, jnp.float32) if any(drop_path_rates) else None
     rngs = None if rng is None else jax.random.split(rng, depth)
     layers = (blocks, rates, rngs)
 

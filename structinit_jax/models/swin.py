@@ -154,7 +154,7 @@ class SwinTransformer(Model):
         outs = []
         for stage, stage_rates, stage_rng in zip(stages, rates, rngs, strict=True):
             options = dict(remat=self.remat, with_maps=with_maps)
-            x, out = stage(x, drop_path_rates=stage_rates, rng=stage_rng, **options)
+            x, out = stage(x, drop_path_rates=stage_rates.tolist(), rng=stage_rng, **options)
             outs.append(out)
         pooled = self.norm(x).mean(axis=(1, 2))
         out = dict(patch_embedding=embedded, stages=tuple(outs), pooled=pooled)

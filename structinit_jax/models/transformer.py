@@ -38,7 +38,7 @@ class Attention(nnx.Module):
         x: Float[Array, "B N D"],
         *,
         bias: Float[Array, "#B h N N"] | None = None,
-        angles: Float[np.ndarray, "N p"] | None = None,
+        angles: Float[np.ndarray | Array, "N p"] | None = None,
         with_maps: bool = False,
     ) -> tuple[Float[Array, "B N D"], dict[str, Float[Array, "B h N N"]]]:
         """Returns the output and, if requested, 'attention_maps'.

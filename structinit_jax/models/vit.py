@@ -163,7 +163,7 @@ class VisionTransformer(Model):
         patches = self.patch_embedding(images, self.grid)
         patches = patches.reshape(images.shape[0], self.grid[0] * self.grid[1], self.width)
         embedded = self._add_class_token_and_positions(patches)
-        rates = np.linspace(0, self.drop_path, self.depth, dtype=np.float32)
+        rates = np.linspace(0, self.drop_path, self.depth, dtype=np.float32).tolist()
         angles = None
         if self.position_kind == "rope":
             angles = rotary_angles(self.grid, self.width // self.num_heads)[0, 0]
