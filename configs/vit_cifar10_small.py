@@ -6,8 +6,9 @@
 Hardware: one CPU core. Time: 9 minutes.
 Accuracy to expect: 52.9 % (mean of 5 seeds).
 
-IMAGES holds the images as files, IMAGES/{train,test}/CLASS/*.jpg. --config.data.name=cifar10 reads
-them from TensorFlow Datasets instead.
+IMAGES holds the images as files, IMAGES/{train,test}/CLASS/*.jpg, which
+benchmarks/cifar10_folder.py writes. --config.data.name=cifar10 reads the images of TensorFlow
+Datasets instead.
 """
 
 from structinit_jax.config import base_config
