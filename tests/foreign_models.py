@@ -13,7 +13,7 @@ from flax import nnx
 
 from structinit_jax.attention_init import AttentionWeights, sincos_positions
 from structinit_jax.interop import initialize
-from structinit_jax.interop.host import Host
+from structinit_jax.interop.foreign_model import ForeignModel
 from structinit_jax.interop.layouts import FIELDS, find_stack, flatten
 
 WIDTH, HEADS, DIM, LAYERS, GRID = 32, 4, 8, 2, (4, 4)
@@ -74,8 +74,8 @@ def read(params, num_heads=None):
     """The weights of a model's attention layers, as a scheme returns them."""
     leaves = flatten(params)[0]
     stack = find_stack(leaves)
-    host = Host(leaves, stack, num_heads)
-    heads = (host.num_heads, host.head_dim)
+    model = ForeignModel(leaves, stack, num_heads)
+    heads = (model.num_heads, model.head_dim)
     kernels = {field: [] for field in FIELDS}
     for attention in stack.attentions:
         names = stack.layout.weights(attention)
@@ -83,11 +83,11 @@ def read(params, num_heads=None):
             kernel = np.asarray(leaves[name])
             if stack.layout.torch:
                 kernel = np.split(kernel, names.count(name))[names[:i].count(name)].T
-                ends = (*heads, host.width) if field == "out" else (host.width, *heads)
+                ends = (*heads, model.width) if field == "out" else (model.width, *heads)
                 kernel = kernel.reshape(ends)
             kernels[field].append(kernel)
     kernels = [each[0] if stack.stacked else np.stack(each) for each in kernels.values()]
-    table = host.position_table(None)
+    table = model.position_table(None)
     return AttentionWeights(
         *kernels, positions=None if table is None else table.rows[table.prefix :]
     )

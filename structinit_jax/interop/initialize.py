@@ -27,7 +27,7 @@ from structinit_jax.attention_init.sites import (
     check_weights,
 )
 from structinit_jax.errors import InputError, require, warn
-from structinit_jax.interop.host import Host, find_hosts, square_grid
+from structinit_jax.interop.foreign_model import ForeignModel, find_models, square_grid
 from structinit_jax.interop.layouts import (
     Leaves,
     as_array,
@@ -98,51 +98,51 @@ def initialize(
     if grid is not None:
         require("grid", grid, *GRID)
     leaves, rebuild = flatten(params)
-    hosts = find_hosts(leaves, num_heads)
-    sites = [_find_site(host, grid, as_array(positions), rotations) for host in hosts]
+    models = find_models(leaves, num_heads)
+    sites = [_find_site(model, grid, as_array(positions), rotations) for model in models]
     if grid is not None:
         grids = [site.grid for site in sites]
         require("grid", grid, f"one of the windows {grids}, or left out", grids.__contains__)
-    rngs = split_by_stack(rng, len(hosts))
-    for host, site, site_rng in zip(hosts, sites, rngs, strict=True):
+    rngs = split_by_stack(rng, len(models))
+    for model, site, site_rng in zip(models, sites, rngs, strict=True):
         weights = attention_init(site_rng, site)
         check_weights(weights, site)
-        for name, new in _write(host, weights, site.grid).items():
+        for name, new in _write(model, weights, site.grid).items():
             check_array(name, leaves[name])
             leaves[name] = like(new, leaves[name])
     return rebuild(leaves)
 
 
 def _find_site(
-    host: Host,
+    model: ForeignModel,
     grid: Grid | None,
     positions: np.ndarray | jax.Array | None,
     rotations: Any | None,
 ) -> AttentionStack:
     """Returns the site of a model's attention layers; for arguments and errors see `initialize`."""
-    host.require_assumptions()
-    if scale := host.layer_scale():
+    model.require_assumptions()
+    if scale := model.layer_scale():
         warn(
             f"params: {scale} makes the attention's output so small that the scheme's values and "
             "projections hardly matter: build the model without LayerScale (in timm, "
             "init_values=None), unless only the maps matter"
         )
-    if host.bias_tables:
+    if model.bias_tables:
         needs = "left out: the model has relative position biases instead"
         for name, value in (("positions", positions), ("rotations", rotations)):
             require(name, value, needs, value is None)
-        return WindowSite(grid=_find_window(host, grid), **host.sizes())
+        return WindowSite(grid=_find_window(model, grid), **model.sizes())
     if grid is None and rotations is None:
-        host.require_image_tokens()
-    table = host.position_table(grid) if positions is None else None
+        model.require_image_tokens()
+    table = model.position_table(grid) if positions is None else None
     if rotations is not None:
         if positions is not None or table is not None:
             raise InputError(
                 f"rotations: the model adds {table.name if table else 'positions'} to its tokens, "
                 "so schemes would not use rotations: leave them out, and measure the maps"
             )
-        return _rotary_site(host, rotations, grid)
-    rotary = host.rotary_positions()
+        return _rotary_site(model, rotations, grid)
+    rotary = model.rotary_positions()
     if rotary is not None:
         if table is None and positions is None:
             raise InputError(
@@ -152,32 +152,32 @@ def _find_site(
             f"params: {rotary} rotates queries and keys, which changes the scheme's maps: measure "
             "them"
         )
-    if norm := host.norm_without_bias():
+    if norm := model.norm_without_bias():
         warn(
             f"params: {norm} has no bias: if it is an RMSNorm, which keeps the mean, the maps are "
             "weaker than the scheme's: measure them"
         )
     if positions is not None:
         needs = (
-            f"of shape [N, {host.width}] for the N image tokens with grid={grid}: leave out class "
+            f"of shape [N, {model.width}] for the N image tokens with grid={grid}: leave out class "
             "and register tokens, and pass grid=(rows, cols) if the rest do not fill a square"
         )
         shape = np.shape(positions)
         filled = grid or square_grid(shape[0] if shape else 0)
-        fits = filled is not None and shape == (math.prod(filled), host.width)
+        fits = filled is not None and shape == (math.prod(filled), model.width)
         require("positions", positions, needs, fits)
-        return AttentionSite(grid=filled, **host.sizes(), positions=positions)
+        return AttentionSite(grid=filled, **model.sizes(), positions=positions)
     if table is not None:
         return AttentionSite(
             grid=table.grid,
-            **host.sizes(),
+            **model.sizes(),
             positions=jnp.asarray(table.rows[table.prefix :], jnp.float32),
             positions_trainable=True,
         )
     if grid is not None:
-        return AttentionSite(grid=grid, **host.sizes())  # some schemes need no positions
+        return AttentionSite(grid=grid, **model.sizes())  # some schemes need no positions
     raise InputError(
-        f"positions: params hold no position table of width {host.width}: pass positions=[N, D]; "
+        f"positions: params hold no position table of width {model.width}: pass positions=[N, D]; "
         f"or, in a model that rotates queries and keys, rotations={ROTATIONS}; or, for a scheme "
         "that needs no positions ('mimetic'), grid=(rows, cols)"
     )
@@ -188,10 +188,10 @@ def _num_offsets(window: Grid) -> int:
     return (2 * window[0] - 1) * (2 * window[1] - 1)
 
 
-def _find_window(host: Host, grid: Grid | None) -> Grid:
+def _find_window(model: ForeignModel, grid: Grid | None) -> Grid:
     """Returns the window of a bias table: a row per offset, plus 3 for BEiT's class token."""
-    table = host.bias_tables[0]
-    rows = len(host.leaves[table])
+    table = model.bias_tables[0]
+    rows = len(model.leaves[table])
     side = math.isqrt(rows) // 2 + 1
     sizes = (rows, rows - 3)
     fitting = [w for w in (grid, (side, side)) if w and _num_offsets(w) in sizes]
@@ -200,15 +200,15 @@ def _find_window(host: Host, grid: Grid | None) -> Grid:
     return fitting[0]
 
 
-def _rotary_site(host: Host, given: Any, grid: Grid | None) -> RotarySite:
+def _rotary_site(model: ForeignModel, given: Any, grid: Grid | None) -> RotarySite:
     """Returns the site for the `rotations` of `initialize`, timm's table or Hugging Face's pair."""
     parts = tuple(map(as_array, given if isinstance(given, tuple | list) else (given,)))
-    d = host.head_dim
+    d = model.head_dim
     is_pair = len(parts) == 2
     shapes = [np.shape(part) for part in parts]
     shape = shapes[0] if shapes else ()
     lead = (1,) * (4 - len(shape)) + shape[:-2]
-    heads = (host.num_layers, host.num_heads)
+    heads = (model.num_layers, model.num_heads)
     needs = (
         f"timm's model.rope.get_embed(shape=grid) [N, {2 * d}] or Hugging Face's pair "
         f"model.rope_embeddings(pixel_values) of [N, {d}], with leading axes for {heads[0]} layers "
@@ -233,7 +233,7 @@ def _rotary_site(host: Host, given: Any, grid: Grid | None) -> RotarySite:
     )
     fits = grid is not None and math.prod(grid) == tokens
     require("grid", grid, needs, fits and _advances_evenly(np.exp(1j * angles), grid))
-    return RotarySite(grid=grid, **host.sizes(), angles=angles, pairs=pairs)
+    return RotarySite(grid=grid, **model.sizes(), angles=angles, pairs=pairs)
 
 
 def _advances_evenly(rotations: Complex[np.ndarray, "L h N p"], grid: Grid) -> bool:
@@ -246,25 +246,25 @@ def _advances_evenly(rotations: Complex[np.ndarray, "L h N p"], grid: Grid) -> b
     )
 
 
-def _write(host: Host, weights: AttentionWeights, grid: Grid) -> Leaves:
+def _write(model: ForeignModel, weights: AttentionWeights, grid: Grid) -> Leaves:
     """Returns new values of the leaves that a scheme's weights change."""
-    new = host.write_attention(weights)
+    new = model.write_attention(weights)
     if weights.bias is not None:
-        shape = (host.num_layers, _num_offsets(grid), host.num_heads)
+        shape = (model.num_layers, _num_offsets(grid), model.num_heads)
         check_shape("bias", weights.bias, shape)
-        for name, biases in zip(host.bias_tables, weights.bias, strict=True):
-            new[name] = replace_rows(host.leaves[name], biases, 0)
+        for name, biases in zip(model.bias_tables, weights.bias, strict=True):
+            new[name] = replace_rows(model.leaves[name], biases, 0)
     if weights.positions is not None or weights.position_scale is not None:
-        table = host.position_table(grid)
+        table = model.position_table(grid)
         rows = table.rows
         if weights.positions is not None:
             check_shape("positions", weights.positions, rows[table.prefix :].shape)
             rows = replace_rows(rows, weights.positions, table.prefix)
         if weights.position_scale is not None:
             rows = weights.position_scale * jnp.asarray(rows, jnp.float32)
-        new[table.name] = rows.reshape(host.leaves[table.name].shape)
+        new[table.name] = rows.reshape(model.leaves[table.name].shape)
     if weights.patch_bias is not None:
-        check_shape("patch_bias", weights.patch_bias, (host.width,))
-        name = host.patch_bias()
-        new[name] = weights.patch_bias.reshape(host.leaves[name].shape)
+        check_shape("patch_bias", weights.patch_bias, (model.width,))
+        name = model.patch_bias()
+        new[name] = weights.patch_bias.reshape(model.leaves[name].shape)
     return new

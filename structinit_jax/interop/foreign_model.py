@@ -46,10 +46,11 @@ class PositionTable(NamedTuple):
     grid: Grid
 
 
-class Host:
-    """A model's parameters by name, one of its stacks of attention layers, and their sizes.
+class ForeignModel:
+    """A model of another project, with one of its stacks of attention layers and their sizes.
 
-    `bias_tables` are the names of the layers' relative position biases, if the model has them.
+    `leaves` are the model's parameters by name, `bias_tables` the names of the relative position
+    biases of the stack's layers, if the model has them.
     """
 
     def __init__(
@@ -296,24 +297,24 @@ class Host:
         return name.startswith(stem) and re.fullmatch(pattern, name[len(stem) :]) is not None
 
 
-def find_hosts(leaves: Leaves, num_heads: int | None) -> list[Host]:
-    """Finds the stacks of attention layers: one for a ViT or BEiT, one for each stage of a Swin."""
+def find_models(leaves: Leaves, num_heads: int | None) -> list[ForeignModel]:
+    """Returns a model with each of its stacks: one for a ViT or BEiT, one per stage for a Swin."""
     for name in leaves:
         if "attn_grid." in name:
             raise unsupported(name, "belongs to the grid attention of MaxViT")
     tables = [name for name in leaves if name.endswith(_BIAS_TABLE)]
     if not tables:
-        return [Host(leaves, find_stack(leaves), num_heads)]
+        return [ForeignModel(leaves, find_stack(leaves), num_heads)]
     stacks = find_stacks(leaves)
     # Stacks without tables belong to a text model.
     seeing = [stack for stack in stacks if any(name.startswith(stack.blocks) for name in tables)]
-    hosts = []
+    models = []
     for stack in seeing or stacks:
         own = [name for block in stack.blocks for name in tables if name.startswith(block)]
         if len(own) != len(stack.attentions):
             raise unsupported(stack.attentions[0], f"has no {_BIAS_TABLE}, unlike other layers")
-        hosts.append(Host(leaves, stack, num_heads, own))
-    return hosts
+        models.append(ForeignModel(leaves, stack, num_heads, own))
+    return models
 
 
 def square_grid(tokens: int) -> Grid | None:
