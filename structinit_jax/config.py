@@ -137,8 +137,12 @@ def validate(config: ConfigDict) -> None:
 
     Scheme, loss and optimizer, which only training needs, are checked by `training.build`.
     """
-    data = config.data
     sections = ("data", "augment", "model", "attention_init")
+    for section in sections:
+        needs = "a section: set its fields, such as config.attention_init.name = 'default'"
+        is_section = isinstance(config.get(section), ConfigDict)
+        require(f"config.{section}", config.get(section), needs, is_section)
+    data = config.data
     run = {field: value for field, value in config.items() if field not in sections}
     _check_section(RunFields, run, "config.")
     _check_section(DataFields, dict(data), "config.data.")

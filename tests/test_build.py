@@ -40,6 +40,17 @@ def test_a_scheme_without_sites_is_noted(tiny_config, capsys, monkeypatch):
     assert capsys.readouterr().out == ""
 
 
+class Masked(Model):
+    def __init__(self, *, image_size, channels, num_classes, rngs):
+        self.mask = jnp.ones(num_classes)
+
+
+def test_an_array_that_flax_does_not_track_is_refused(tiny_config):
+    tiny_config.model = dict(name="test_build:Masked", num_classes=10)
+    with pytest.raises(InputError, match=r"Masked\.mask=.* must be an nnx\.Variable"):
+        build.make_model(tiny_config, build.make_mesh(tiny_config))
+
+
 def test_a_scheme_is_checked_only_if_it_is_used(tiny_config):
     tiny_config.model.positions = "rope"
     tiny_config.attention_init = dict(name="impulse_2024")

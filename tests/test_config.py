@@ -61,6 +61,9 @@ def test_sections_are_neither_added_nor_replaced():
     config.data = dict(name="digits")
     with pytest.raises(InputError, match=r"^config\.data\.\w+ is missing: .*update"):
         config_lib.validate(config)
+    config.attention_init = None
+    with pytest.raises(InputError, match=r"^config\.attention_init=None must be a section"):
+        config_lib.validate(config)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,8 @@ def test_given_fields_replace_those_of_a_variant():
 def test_unknown_names_are_refused_with_similar_ones():
     with pytest.raises(InputError, match=r"^name='swin_tiny_224' is unknown: did you mean"):
         default_config("swin_tiny_224")
+    with pytest.raises(InputError, match=r"^name='flax.nnx:Linear' must be .*Model"):
+        default_config("flax.nnx:Linear")
     with pytest.raises(InputError, match=r"^name='' is unknown"):
         check_fields(dict(width=64))
 

@@ -12,6 +12,7 @@ from scipy.special import log_softmax
 from structinit_jax import augment
 from structinit_jax.errors import InputError
 from structinit_jax.models import default_config, layers
+from structinit_jax.models.model import Model
 from structinit_jax.rngs import split_seed, step_rngs
 from structinit_jax.training.evaluation import make_eval_step
 from structinit_jax.training.state import split_model
@@ -42,6 +43,25 @@ def test_losses_are_those_of_each_example(config):
     config.loss = "test_step:mean_loss"
     setup = set_up(config)
     with pytest.raises(InputError, match=r"^config\.loss"):
+        setup.train_step.lower(*setup.arguments)
+
+
+class OneLogit(Model):
+    """A model whose logits would be broadcast to all classes."""
+
+    def __init__(self, *, image_size, channels, num_classes, rngs):
+        self.head = nnx.Linear(channels, 1, rngs=rngs)
+
+    def __call__(self, images, *, rng=None, with_maps=False):
+        return self.head(images.mean(axis=(1, 2))), {}
+
+
+def test_every_class_needs_a_logit(config):
+    config.model = dict(name="test_step:OneLogit", num_classes=10)
+    setup = set_up(config)
+    with pytest.raises(
+        InputError, match=r"^config\.model: logits\.shape=\(64, 1\) must be \(64, 10\)"
+    ):
         setup.train_step.lower(*setup.arguments)
 
 

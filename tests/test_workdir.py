@@ -59,11 +59,11 @@ def make_config(**fields):
 def saved(**fields):
     """The record of a checkpoint."""
     config = json.loads(make_config(**fields).to_json())
-    return {"config": config, "data_digest": "c0ffee", "step": 400}
+    return {"config": config, "data_digest": "c0ffee", "evaluation": "milk", "step": 400}
 
 
-def check(saved, data_digest="c0ffee", last_step=400, **fields):
-    record = {"data_digest": data_digest}
+def check(saved, data_digest="c0ffee", evaluation="milk", last_step=400, **fields):
+    record = {"data_digest": data_digest, "evaluation": evaluation}
     check_resume(saved, record, make_config(**fields), last_step, PLACE)
 
 
@@ -134,7 +134,9 @@ def test_an_option_of_the_scheme_that_is_not_set_has_its_default(name, size, cap
     assert not capsys.readouterr().out
 
 
-def test_other_data_are_refused():
+def test_other_training_data_are_refused_and_other_evaluation_data_noted(capsys):
+    check(saved(), evaluation="cream")
+    assert capsys.readouterr().out.startswith(f"note: {PLACE} was evaluated on other images")
     with pytest.raises(InputError, match=r"train_split='train' does not hold .* step 400 in"):
         check(saved(), data_digest="decaf")
 

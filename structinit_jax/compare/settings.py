@@ -14,6 +14,7 @@ from structinit_jax.errors import InputError, require, suggest
 from structinit_jax.files import read_file
 
 PAPERS = Path("configs/papers.csv")  # in a checkout, like the configs that it names
+MAX_NAME = 255  # bytes in the name of a setting, which is also that of its folder
 
 
 def expand(
@@ -49,6 +50,12 @@ def expand(
             # The name uses the parsed values, so 1e-3 and 0.001 give the same name.
             parts = [scheme, *(f"{field}={attrgetter(field)(point)}" for field in own)]
             name = ",".join(re.sub(r"[^\w.=+-]", "_", part.replace(" ", "")) for part in parts)
+            require(
+                "--grid",
+                list(own),
+                "fewer fields or shorter values",
+                len(name.encode()) <= MAX_NAME,
+            )
             same = settings.setdefault(name, point.lock())
             if same.to_dict() != point.to_dict():
                 raise InputError(f"--grid: two settings would have the name {name!r}")

@@ -48,12 +48,13 @@ def check_array(name: str, leaf: Any) -> None:
         )
 
 
-def like(new: Any, old: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+def like(new: Any, old: np.ndarray | jax.Array | jax.ShapeDtypeStruct) -> np.ndarray | jax.Array:
     """Converts new values to the array kind (NumPy or JAX), dtype and sharding of the old ones."""
     if isinstance(old, np.ndarray) and not isinstance(new, jax.core.Tracer):
         return np.array(new, old.dtype, order="C")
     new = jnp.asarray(new).astype(old.dtype)
-    if isinstance(old, np.ndarray | jax.core.Tracer) or not old.committed:
+    uncommitted = np.ndarray | jax.core.Tracer | jax.ShapeDtypeStruct
+    if isinstance(old, uncommitted) or not old.committed:
         return new
     return jax.device_put(new, old.sharding)
 

@@ -237,8 +237,10 @@ def run_stack(
     def unroll(x, steps):
         step = jax.checkpoint(run_cycle, policy=policy, prevent_cse=remat != "none")
         # The gradient of learned positions is a sum over the batch. For it, XLA would give the
-        # tokens of all blocks a layout that products and attention must transpose.
-        x = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+        # tokens of all blocks a layout that products and attention must transpose. `jax.export`,
+        # which evaluation may use, refuses the constraint.
+        if rng is not None:
+            x = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
         return jax.lax.scan(step, x, steps, unroll=True)
 
     steps = jax.tree.map(

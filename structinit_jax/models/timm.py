@@ -58,6 +58,7 @@ def to_timm(model: nnx.Module) -> dict[str, np.ndarray]:
 def from_timm(model: nnx.Module, state_dict: StateDict) -> None:
     """Loads timm's weights into a model of the same architecture, in place.
 
+    The model can be abstract, as `nnx.eval_shape` returns it, which avoids drawing initial weights.
     Name prefixes of torch's DataParallel and `torch.compile` are removed. Raises `InputError` and
     leaves the model unchanged if an entry is missing, has another shape, or is unexpected, such as
     register tokens.
@@ -69,7 +70,7 @@ def from_timm(model: nnx.Module, state_dict: StateDict) -> None:
     """
     entries = _entries(model)
     old = _arrays_by_path(model)
-    ours = {path: np.array(array, order="C") for path, array in old.items()}
+    ours = {path: np.zeros(array.shape, array.dtype) for path, array in old.items()}
     weights = _read_names(state_dict)
     computed = _computed(model)
     names = {entry.name for entry in entries} | computed.keys()

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 from structinit_jax.attention_init import AttentionInit
 from structinit_jax.attention_init.solve import reach_warning
-from structinit_jax.errors import InputError, prefixed, printable
+from structinit_jax.errors import InputError, prefixed, printable, require
 from structinit_jax.models.timm import select_weights
 from structinit_jax.rngs import split_seed
 from structinit_jax.training import sharding
@@ -73,6 +73,11 @@ def abstract_model(
 ) -> AbstractModel:
     """Traces the creation of a model, and places its arrays on a mesh."""
     model = nnx.eval_shape(lambda: create(jax.random.key(0)))
+    for _, module in nnx.iter_graph(model):
+        for name, value in vars(module).items() if isinstance(module, nnx.Module) else ():
+            needs = "an nnx.Variable or a NumPy array: Flax cannot trace other arrays of a model"
+            place = f"{type(module).__name__}.{name}"
+            require(place, value, needs, not isinstance(value, jax.core.Tracer))
     sharding.gather_by_block(model, mesh)
     stacks = model.stacks()
     graphdef, params, model_state = split_model(model)

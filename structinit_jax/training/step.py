@@ -100,6 +100,8 @@ def _make_value_and_grad(graphdef, loss):
         images, targets = batch
         model = nnx.merge(graphdef, params, model_state)
         logits, _ = model(images, rng=rng)
+        needs = f"{targets.shape}, one logit per class"
+        require("config.model: logits.shape", logits.shape, needs, logits.shape == targets.shape)
         accuracy = jnp.mean(logits.argmax(-1) == targets.argmax(-1))
         losses = loss(logits, targets)
         shape = np.shape(losses)

@@ -228,7 +228,8 @@ def _check_finite(steps, checkpoints):
         checkpoints.wait_for_all()
         raise StoppedError(
             f"after step {step} the state is not finite (loss {values['loss']}, gradient norm "
-            f"{values['gradient_norm']}). Training stops; the checkpoints are not affected.\n"
+            f"{values['gradient_norm']}, learning rate {values['learning_rate']}). Training stops; "
+            "the checkpoints are not affected.\n"
             f"To see the images of this step, run structinit_jax.show with --step={step} and this "
             f"--workdir. The same command resumes from step {checkpoints.latest_step or 0} and "
             "repeats the step: lower config.learning_rate or set config.clip_norm",

@@ -173,6 +173,8 @@ def check_resume(
             f"classes that {place} was trained on: restore the old data, or start a new run in "
             "another workdir"
         )
+    if saved["evaluation"] != record["evaluation"]:
+        print(f"note: {place} was evaluated on other images, so accuracies cannot be compared")
     if saved["step"] > num_steps:
         field = "num_steps" if config.num_steps else "num_epochs"
         raise InputError(
