@@ -68,6 +68,8 @@ def test_unknown_names_are_refused_with_similar_ones():
         default_config("flax.nnx:Linear")
     with pytest.raises(InputError, match=r"^name='' is unknown"):
         check_fields(dict(width=64))
+    with pytest.raises(InputError, match=r"^name='vit_tiny_patch16_224' is unknown"):
+        check_fields(dict(name="vit_tiny_patch16_224"))  # its sizes would not be used
 
 
 @pytest.mark.parametrize("name", VARIANTS)

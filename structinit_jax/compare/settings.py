@@ -50,12 +50,8 @@ def expand(
             # The name uses the parsed values, so 1e-3 and 0.001 give the same name.
             parts = [scheme, *(f"{field}={attrgetter(field)(point)}" for field in own)]
             name = ",".join(re.sub(r"[^\w.=+-]", "_", part.replace(" ", "")) for part in parts)
-            require(
-                "--grid",
-                list(own),
-                "fewer fields or shorter values",
-                len(name.encode()) <= MAX_NAME,
-            )
+            fits = len(name.encode()) <= MAX_NAME
+            require("--grid", list(own), "fewer fields or shorter values", fits)
             same = settings.setdefault(name, point.lock())
             if same.to_dict() != point.to_dict():
                 raise InputError(f"--grid: two settings would have the name {name!r}")

@@ -32,14 +32,14 @@ def default_config(name: str) -> dict[str, Any]:
     written 'module:Class' (see `model.Model`). Raises `InputError` for other names.
     """
     family, changes = VARIANTS.get(name, (name, {}))
-    return {"name": family} | _find(family).default_config() | changes
+    return {"name": family} | _find(family, FAMILIES | VARIANTS).default_config() | changes
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
     """Raises `InputError` unless `fields` holds a model name and valid fields for that model."""
     fields = dict(fields)
     name = fields.pop("name", "")
-    model = _find(name)
+    model = _find(name, FAMILIES)
     if name in FAMILIES:  # your own classes check their fields themselves
         errors.check_fields(model.__init__, fields)
 
@@ -67,12 +67,12 @@ def create_model(
     options = {**changes, **options}
     if image_size is not None:
         options["image_size"] = image_size
-    return _find(family)(**options, channels=channels, rngs=rngs)
+    return _find(family, FAMILIES | VARIANTS)(**options, channels=channels, rngs=rngs)
 
 
-def _find(name: str) -> type[Model]:
-    """Returns the model that a family's name or 'module:Class' refers to."""
-    model = errors.find(name, FAMILIES | VARIANTS, "name")
+def _find(name: str, known: Mapping[str, Any]) -> type[Model]:
+    """Returns the model that a family's name or 'module:Class' refers to; suggests `known` ones."""
+    model = errors.find(name, known, "name")
     is_model = isinstance(model, type) and issubclass(model, Model)
     errors.require("name", name, "the name of a subclass of structinit_jax.Model", is_model)
     return model

@@ -73,11 +73,12 @@ def abstract_model(
 ) -> AbstractModel:
     """Traces the creation of a model, and places its arrays on a mesh."""
     model = nnx.eval_shape(lambda: create(jax.random.key(0)))
-    for _, module in nnx.iter_graph(model):
-        for name, value in vars(module).items() if isinstance(module, nnx.Module) else ():
+    for _, node in nnx.iter_graph(model):
+        attributes = vars(node) if isinstance(node, nnx.Module) else {}
+        for name, value in attributes.items():
             needs = "an nnx.Variable or a NumPy array: Flax cannot trace other arrays of a model"
-            place = f"{type(module).__name__}.{name}"
-            require(place, value, needs, not isinstance(value, jax.core.Tracer))
+            is_lost = isinstance(value, jax.core.Tracer)
+            require(f"{type(node).__name__}.{name}", value, needs, not is_lost)
     sharding.gather_by_block(model, mesh)
     stacks = model.stacks()
     graphdef, params, model_state = split_model(model)
