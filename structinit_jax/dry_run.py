@@ -19,7 +19,7 @@ from structinit_jax.data.source import check_classes, split_size
 from structinit_jax.errors import InputError, prefixed, require
 from structinit_jax.training import build, sharding
 from structinit_jax.training.build import mib
-from structinit_jax.training.state import abstract_state
+from structinit_jax.training.state import abstract_state, make_initializer
 from structinit_jax.training.step import make_train_step
 
 with epy.lazy_imports():
@@ -88,7 +88,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     mesh = build.make_mesh(config, devices)
     schedule = build.make_schedule(config, num_examples)
     model = build.make_model(config, mesh)
-    build.make_scheme(config, model)
+    make_initializer(config, model)  # checks that the scheme fits
     optimizer = build.make_optimizer(config, schedule.learning_rate, model)
     state = abstract_state(model, optimizer, config.ema_decay > 0)
     batch = build.abstract_batch(config, mesh)

@@ -15,11 +15,11 @@ from structinit_jax import analyse, command_line
 from structinit_jax.analysis import collect, figures, measures
 from structinit_jax.attention_init.targets import filter_maps
 from structinit_jax.augment import normalize
-from structinit_jax.config import base_config, make_attention_init
+from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
 from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
-from structinit_jax.training.state import initialize_model
+from structinit_jax.training.state import initialize_model, make_initializer
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 NUM_IMAGES = 16
@@ -45,7 +45,7 @@ def start(family):
 def forward(config, images):
     """Intermediates for all images at once."""
     model = build.make_model(config, make_mesh(devices=jax.devices()[:1]))
-    weights = initialize_model(config, model, make_attention_init(config)).weights
+    weights = initialize_model(config, model, make_initializer(config, model)).weights
     model = nnx.merge(model.graphdef, *weights)
     images = normalize(jnp.asarray(images), tuple(config.data.mean), tuple(config.data.std))
     return jax.jit(lambda model: model(images, with_maps=True)[1])(model)
@@ -94,7 +94,7 @@ def test_targets_are_those_that_the_solve_reaches():
     config.attention_init = dict(name="impulse_mimetic", target_mass=0.5)
     images = collect.read_images(config, NUM_IMAGES)
     model = build.make_model(config, make_mesh(devices=jax.devices()[:1]))
-    initial = initialize_model(config, model, make_attention_init(config))
+    initial = initialize_model(config, model, make_initializer(config, model))
     index, targets = initial.targets["blocks"]
     np.testing.assert_array_equal(targets, filter_maps((4, 4)))
     params, state = initial.weights

@@ -13,6 +13,7 @@ from structinit_jax.models.model import Model
 from structinit_jax.models.vit import VisionTransformer
 from structinit_jax.training import build
 from structinit_jax.training.build import bytes_needed, check_memory, explain_errors
+from structinit_jax.training.state import make_initializer
 
 
 def test_a_split_that_overlaps_the_training_split_is_noted(tiny_config, capsys):
@@ -33,10 +34,10 @@ def test_a_split_without_labels_is_refused_when_it_is_opened(tiny_config):
 def test_a_scheme_without_sites_is_noted(tiny_config, capsys, monkeypatch):
     monkeypatch.setattr(VisionTransformer, "sites", Model.sites)
     model = build.make_model(tiny_config, build.make_mesh(tiny_config))
-    build.make_scheme(tiny_config, model)
+    make_initializer(tiny_config, model)
     assert capsys.readouterr().out.startswith("note: config.model.name=vit has no sites")
     tiny_config.attention_init = dict(name="default")
-    build.make_scheme(tiny_config, model)
+    make_initializer(tiny_config, model)
     assert capsys.readouterr().out == ""
 
 
@@ -56,9 +57,9 @@ def test_a_scheme_is_checked_only_if_it_is_used(tiny_config):
     tiny_config.attention_init = dict(name="impulse_2024")
     model = build.make_model(tiny_config, build.make_mesh(tiny_config))
     with pytest.raises(InputError, match=r"^config\.attention_init"):
-        build.make_scheme(tiny_config, model)
+        make_initializer(tiny_config, model)
     tiny_config.start_from = "model.safetensors"
-    assert repr(build.make_scheme(tiny_config, model)) == "impulse_2024()"
+    assert make_initializer(tiny_config, model) is None
 
 
 def test_a_step_fits_what_images_leave():

@@ -21,6 +21,7 @@ from structinit_jax.data.datasets import CATALOG
 from structinit_jax.data.source import split_size
 from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
+from structinit_jax.training.state import make_initializer
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
@@ -124,7 +125,7 @@ def test_every_scheme_fits_its_family(path):
         for config in load_rows(path).values()
     }
     for config in distinct.values():
-        build.make_scheme(config, build.make_model(config, make_mesh()))
+        make_initializer(config, build.make_model(config, make_mesh()))
 
 
 @pytest.mark.usefixtures("library_promotion")

@@ -20,7 +20,7 @@ from structinit_jax.analysis import collect
 from structinit_jax.attention_init import SCHEMES
 from structinit_jax.errors import InputError
 from structinit_jax.training import build, sharding, train
-from structinit_jax.training.state import AbstractModel, split_model
+from structinit_jax.training.state import AbstractModel, make_initializer, split_model
 
 TINY = """
 from conftest import make_tiny_config
@@ -103,7 +103,7 @@ def test_the_pages_vit_takes_every_scheme_and_is_analyzed(tmp_path, tiny_config)
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     for name in SCHEMES:
         tiny_config.attention_init = dict(name=name)
-        build.make_scheme(tiny_config, build.make_model(tiny_config, mesh))
+        make_initializer(tiny_config, build.make_model(tiny_config, mesh))
     tiny_config.attention_init = dict(name="impulse")
     snapshot = collect.observe_start(tiny_config, collect.read_images(tiny_config, 8))
     assert snapshot.layers[0].measures["target_mass"].mean() > 1.5 / 16  # uniform: 1 / 16

@@ -16,7 +16,7 @@ HEAVY = {"sklearn", "tensorflow", "tensorflow_datasets"}
 
 def test_heavy_libraries_are_imported_only_where_they_are_used():
     core = HEAVY | {"clu", "flax"}
-    # Training imports Orbax while the step compiles, and tensorboardX afterwards.
+    # Training imports them later: Orbax at the first checkpoint.
     training = HEAVY | {"orbax.checkpoint", "scipy", "tensorboardX"}
     code = f"""
 import sys

@@ -5,7 +5,6 @@ from flax import nnx
 from safetensors.numpy import save_file
 from tiny_models import make
 
-from structinit_jax.config import make_attention_init
 from structinit_jax.errors import InputError
 from structinit_jax.models.timm import to_timm
 from structinit_jax.training import build
@@ -13,6 +12,7 @@ from structinit_jax.training.sharding import make_mesh
 from structinit_jax.training.state import (
     initialize_from_file,
     initialize_model,
+    make_initializer,
     split_seed,
 )
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 
 def start(config, mesh=None):
     model = build.make_model(config, mesh or make_mesh())
-    return initialize_model(config, model, make_attention_init(config))
+    return initialize_model(config, model, make_initializer(config, model))
 
 
 def test_the_keys_of_a_run_do_not_depend_on_jaxs_default():

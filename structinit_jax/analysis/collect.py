@@ -15,12 +15,16 @@ from structinit_jax.analysis import measures
 from structinit_jax.attention_init import ConvSite, TokenMixingSite
 from structinit_jax.attention_init.sites import AttentionStack
 from structinit_jax.augment import normalize
-from structinit_jax.config import make_attention_init
 from structinit_jax.data.images import CenterCrop
 from structinit_jax.errors import require
 from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
-from structinit_jax.training.state import AbstractModel, TrainState, initialize_model
+from structinit_jax.training.state import (
+    AbstractModel,
+    TrainState,
+    initialize_model,
+    make_initializer,
+)
 
 BATCH_SIZE = 8  # images at a time; their maps are in memory together
 
@@ -89,7 +93,7 @@ def _start_name(config):
 
 def _initialize(config, model):
     """Returns the weights that a run starts from, and the targets of the heads by stack."""
-    weights, _, targets = initialize_model(config, model, make_attention_init(config))
+    weights, _, targets = initialize_model(config, model, make_initializer(config, model))
     sites = nnx.merge(model.graphdef, *weights).sites()
     has_maps = sites and not any(isinstance(site, TokenMixingSite) for site in sites.values())
     require(

@@ -22,6 +22,7 @@ from structinit_jax.errors import InputError, StoppedError, prefixed, printable,
 from structinit_jax.training import build, distributed
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.metrics import format_duration
+from structinit_jax.training.state import make_initializer
 from structinit_jax.training.step import make_train_step
 from structinit_jax.training.train import NOT_FINITE_EXIT_CODE, PREEMPTED_EXIT_CODE, train
 
@@ -92,7 +93,7 @@ def describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
         train_source, eval_source = build.open_splits(config, dataset)
         schedule = build.make_schedule(config, len(train_source))
         model = build.make_model(config, build.make_mesh(config))
-        build.make_scheme(config, model)
+        make_initializer(config, model)  # checks that the scheme fits
         optimizer = build.make_optimizer(config, schedule.learning_rate, model)
         make_train_step(config, model, optimizer, schedule.learning_rate)
         digests = {

@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
-from structinit_jax.attention_init import AttentionInit
 from structinit_jax.data import datasets
 from structinit_jax.data.images import BadImageError, CenterCrop, RandomCrop
 from structinit_jax.data.loader import Batch, bytes_on_device, make_loader
@@ -164,27 +163,6 @@ def make_model(config: ConfigDict, mesh: Mesh) -> AbstractModel:
 
     with prefixed("config.model and config.data: "):
         return abstract_model(create, mesh)
-
-
-def make_scheme(config: ConfigDict, model: AbstractModel) -> AttentionInit:
-    """Returns the scheme of `config.attention_init`, traced once to check that it fits the model.
-
-    With `config.start_from`, the scheme is not used and therefore not traced.
-    """
-    scheme = config_lib.make_attention_init(config)
-    if config.start_from:
-        return scheme
-
-    def initialize(params, model_state, rng):
-        network = nnx.merge(model.graphdef, params, model_state)
-        stacks = network.initialize_attention(scheme, rng)
-        if not stacks and config.attention_init.name != "default":
-            print(f"note: config.model.name={config.model.name} has no sites, so no scheme is used")
-
-    rng = jax.eval_shape(jax.random.key, 0)
-    with prefixed("config.attention_init: "):
-        jax.eval_shape(initialize, model.params, model.model_state, rng)
-    return scheme
 
 
 def make_optimizer(

@@ -18,8 +18,8 @@ from ml_collections import ConfigDict
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from structinit_jax.attention_init import AttentionInit
 from structinit_jax.attention_init.solve import reach_warning
+from structinit_jax.config import make_attention_init
 from structinit_jax.errors import InputError, prefixed, printable, require
 from structinit_jax.models.timm import select_weights
 from structinit_jax.rngs import split_seed
@@ -118,22 +118,22 @@ class InitialModel(NamedTuple):
     targets: dict[str, tuple[Int[Array, "first h"], Float[Array, "F N N"]]]
 
 
-def initialize_model(
-    config: ConfigDict, model: AbstractModel, scheme: AttentionInit
-) -> InitialModel:
-    """Draws a model's arrays, replaces those that a scheme sets, and prints the scheme's report.
+def make_initializer(config: ConfigDict, model: AbstractModel) -> jax.stages.Traced | None:
+    """Traces the program that draws a model's arrays and replaces those that a scheme sets.
 
-    With `config.start_from`, the weights come from that file and the scheme is not used.
+    Raises `InputError` if the scheme of the config does not fit the model. Returns None with
+    `config.start_from`, with which the scheme is not used.
     """
+    scheme = make_attention_init(config)
     if config.start_from:
-        weights = initialize_from_file(model, config.seed, config.start_from)
-        print(f"weights selected from {printable(config.start_from)}, without a scheme")
-        return InitialModel(weights, {}, {})
+        return None
 
     def draw(seed):
         params_rng, attention_rng, _ = split_seed(seed)
         network = model.create(params_rng)
         stacks = network.initialize_attention(scheme, attention_rng)
+        if not stacks and config.attention_init.name != "default":
+            print(f"note: config.model.name={config.model.name} has no sites, so no scheme is used")
         # Only some kinds of weights have reports and targets.
         reports = [w.report for w in stacks.values() if getattr(w, "report", None) is not None]
         targets = {
@@ -143,18 +143,32 @@ def initialize_model(
         }
         return split_model(network)[1:], reports, targets
 
-    seed = np.uint32(config.seed)  # The key is made and split in `draw`, within one program.
-    start = time.perf_counter()
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (model.params, model.model_state))
     replicated = sharding.replicated(model.mesh)
     out_shardings = (shardings, replicated, replicated)
-    traced = jax.jit(draw, out_shardings=out_shardings).trace(seed)
+    with prefixed("config.attention_init: "):
+        # The key is made and split in `draw`, within one program.
+        return jax.jit(draw, out_shardings=out_shardings).trace(np.uint32(config.seed))
+
+
+def initialize_model(
+    config: ConfigDict, model: AbstractModel, initializer: jax.stages.Traced | None
+) -> InitialModel:
+    """Runs the program of `make_initializer`, and prints the report of the scheme.
+
+    With `config.start_from`, the weights come from that file.
+    """
+    if initializer is None:
+        weights = initialize_from_file(model, config.seed, config.start_from)
+        print(f"weights selected from {printable(config.start_from)}, without a scheme")
+        return InitialModel(weights, {}, {})
+    start = time.perf_counter()
     # The kernel draws a whole array at once, and sharded weights may not fit on one device.
     with _random_kernels(model.mesh.shape[sharding.FSDP_AXIS] == 1):
-        lowered = traced.lower()
+        lowered = initializer.lower()
     program = lowered.compile(_options_for_one_run())
     compiled = time.perf_counter()
-    weights, reports, targets = jax.block_until_ready(program(seed))
+    weights, reports, targets = jax.block_until_ready(program(np.uint32(config.seed)))
     seconds = time.perf_counter() - compiled
     metrics = {"seconds": seconds, "compile_seconds": compiled - start}
     text = f"{seconds:.2f} s (plus {compiled - start:.2f} s to compile)"

@@ -74,7 +74,7 @@ def train(
         mesh = build.make_mesh(config)
         schedule = build.make_schedule(config, len(train_source))
         model = build.make_model(config, mesh)
-        scheme = build.make_scheme(config, model)
+        initializer = state_lib.make_initializer(config, model)
         optimizer = build.make_optimizer(config, schedule.learning_rate, model)
         abstract_state = state_lib.abstract_state(model, optimizer, config.ema_decay > 0)
         step_function = make_train_step(config, model, optimizer, schedule.learning_rate)
@@ -108,7 +108,7 @@ def train(
             print(f"resumed from {place}")
         else:
             print(parameter_overview.get_parameter_overview(model.params, include_stats=False))
-            weights, init_metrics, _ = state_lib.initialize_model(config, model, scheme)
+            weights, init_metrics, _ = state_lib.initialize_model(config, model, initializer)
             state = state_lib.initialize_state(*weights, optimizer, abstract_state)
             del weights  # Their memory was donated to the state.
         # A run that has reached its last step keeps the config that it was trained with.
