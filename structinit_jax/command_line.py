@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -124,6 +125,7 @@ def out_folder(default: str) -> Path:
     path = out_path(default)
     with writing_out(path):
         path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()  # An existing folder may not be writable.
     return path
 
 

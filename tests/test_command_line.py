@@ -1,6 +1,7 @@
 """Flags and fields on the command line: an error names what is wrong, and the exit code is 2."""
 
 import json
+import tempfile
 import types
 from pathlib import Path
 
@@ -68,6 +69,18 @@ def test_a_cache_that_jax_has_is_kept_and_the_home_folder_found(monkeypatch):
     assert jax.config.jax_compilation_cache_dir == folder
     monkeypatch.setattr(command_line, "FLAGS", types.SimpleNamespace(out="~/a"))
     assert command_line.out_path("b") == Path("~/a").expanduser()
+
+
+def test_an_out_folder_that_is_not_writable_is_refused_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(command_line, "FLAGS", types.SimpleNamespace(out=f"{tmp_path}/new/folder"))
+    assert command_line.out_folder("").is_dir()
+
+    def refuse(dir):
+        raise PermissionError(13, "Permission denied", str(dir))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)  # root can write to any folder
+    with pytest.raises(InputError, match=r"^--out=.*Permission denied"):
+        command_line.out_folder("")
 
 
 def test_help_lists_the_flags_that_commands_share():

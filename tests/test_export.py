@@ -22,8 +22,8 @@ def test_the_file_has_the_weights_of_the_newest_checkpoint(run_config, finished_
     params = jax.device_get(state.params)
     run_config.batch_size = 9  # does not fit the devices
     assert export.export(run_config, finished_run.workdir, tmp_path) == 12
-    options = run_config.model.to_dict()
-    loaded = create_model(options, image_size=8, channels=1, rngs=nnx.Rngs(9))
+    options = run_config.model.to_dict() | {"image_size": 8}
+    loaded = create_model(options, channels=1, rngs=nnx.Rngs(9))
     from_timm(loaded, load_file(tmp_path / "model.safetensors"))
     images = jax.random.normal(jax.random.key(0), (2, 8, 8, 1))
     expected = nnx.merge(model.graphdef, params, {})(images)[0]

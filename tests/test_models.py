@@ -55,12 +55,6 @@ def test_variants_of_the_vit_have_heads_of_64_channels_or_as_many_as_their_name_
             assert changes["num_heads"] == heads, name
 
 
-def test_given_fields_replace_those_of_a_variant():
-    options = dict(name="convmixer_512_6", depth=1)
-    model = nnx.eval_shape(lambda: create_model(options, channels=3, rngs=nnx.Rngs(0)))
-    assert (model.depth, model.head.kernel.shape[0]) == (1, 512)
-
-
 def test_unknown_names_are_refused_with_similar_ones():
     with pytest.raises(InputError, match=r"^name='swin_tiny_224' is unknown: did you mean"):
         default_config("swin_tiny_224")

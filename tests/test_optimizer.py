@@ -38,10 +38,9 @@ MODELS = {
 @pytest.mark.parametrize("family", MODELS)
 def test_weight_decay_applies_to_the_same_weights_as_in_timm(family):
     options = default_config(family) | {"num_classes": 5, "width": 16} | MODELS[family]
-    size = options.pop("image_size")
 
     def create(rng):
-        return create_model(options, image_size=size, channels=3, rngs=nnx.Rngs(params=rng))
+        return create_model(options, channels=3, rngs=nnx.Rngs(params=rng))
 
     model = abstract_model(create, make_mesh())
     fill = {True: jnp.ones, False: jnp.zeros}

@@ -64,7 +64,8 @@ def test_a_setting_has_one_name_however_it_is_written(tiny_config):
 @pytest.mark.parametrize(
     "axis",
     [
-        *("model.depth=x", "attention_init.nrm=1", "seed=1,2", "depth=1", "model.depth"),
+        *("model.depth=x", "attention_init.nrm=1", "depth=1", "model.depth"),
+        *("seed=1,2", "attention_init.name=default"),
         f"data.data_dir={'x' * 250}",  # a setting's name is that of its folder
     ],
 )

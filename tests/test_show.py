@@ -46,10 +46,10 @@ def test_crops_and_flips_are_those_of_the_positions_in_the_stream_and_of_the_ste
 
 
 def test_a_batch_of_a_run_needs_no_config(finished_run, tmp_path):
-    arguments = [f"--workdir={finished_run.workdir}", "--step=9", f"--out={tmp_path}"]
+    arguments = [f"--workdir={finished_run.workdir}", "--step=9", f"--out={tmp_path}/new/"]
     result = fork_main.run(*arguments, module=show.__name__)
     assert "48 of the 64 images of step 9, from digits" in result.stdout
-    with Image.open(tmp_path / "batch.png") as picture:
+    with Image.open(tmp_path / "new" / "batch.png") as picture:
         assert picture.format == "PNG"
 
 

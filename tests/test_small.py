@@ -84,6 +84,13 @@ def test_a_download_that_breaks_off_is_named(tmp_path, monkeypatch):
         open_dataset("fashion_mnist", tmp_path)
 
 
+def test_a_folder_that_cannot_hold_a_download_is_named(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(small, "URL", files[0].as_uri())
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"fashion_mnist: .*file/data .*data_dir"):
+        open_dataset("fashion_mnist", tmp_path / "file" / "data")
+
+
 def test_files_that_are_not_downloaded_or_not_the_originals_are_named(files, tmp_path, monkeypatch):
     folder, _ = files
     # Port 9 of this host refuses connections at once, whatever the network.

@@ -28,9 +28,9 @@ BATCH = jax.device_put((IMAGES, jnp.arange(8) % 4), SPLIT)
 
 @functools.cache
 def make(family, **changes):
-    options = default_config(family) | SIZES[family] | dict(num_classes=4, drop_path=0.5)
-    del options["image_size"]
-    model = create_model(options | changes, image_size=8, channels=1, rngs=nnx.Rngs(params=0))
+    options = default_config(family) | SIZES[family]
+    options |= dict(image_size=8, num_classes=4, drop_path=0.5)
+    model = create_model(options | changes, channels=1, rngs=nnx.Rngs(params=0))
     # Mixer's starts at zero, and no gradient would reach its blocks.
     model.head.kernel[...] = 0.1 * jax.random.normal(jax.random.key(2), model.head.kernel.shape)
     return model

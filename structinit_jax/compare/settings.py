@@ -36,7 +36,8 @@ def expand(
     if varied and (config.start_from or "start_from" in axes):
         raise InputError("config.start_from replaces config.attention_init: pass a single scheme")
     known = set().union(*options.values())
-    require("--grid", list(axes), "fields other than seed: use --seeds=N", "seed" not in axes)
+    needs = "fields other than seed and attention_init.name: use --seeds and --schemes"
+    require("--grid", list(axes), needs, not {"seed", "attention_init.name"} & axes.keys())
     settings = {}
     for scheme in schemes:
         others = known - options[scheme]

@@ -90,14 +90,15 @@ def _download(url, path, sha256):
     try:
         with urllib.request.urlopen(url, timeout=30) as response:
             content = response.read()
+        array = _parse_idx(content, path, sha256)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, content)  # Other processes may download the same file.
     except (OSError, http.client.HTTPException) as error:  # the latter if the connection breaks
         raise InputError(
-            f"fashion_mnist: {url} cannot be downloaded ({error}): pass the folder of its four "
-            f"files, {', '.join(f'{name}.gz' for name in CHECKSUMS)}, as data_dir"
+            f"fashion_mnist: {url} cannot be downloaded to {path.parent} ({error}): pass the "
+            f"folder of its four files, {', '.join(f'{name}.gz' for name in CHECKSUMS)}, as "
+            "data_dir"
         ) from error
-    array = _parse_idx(content, path, sha256)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, content)  # Other processes may download the same file.
     return array
 
 

@@ -20,7 +20,6 @@ from structinit_jax.interop.layouts import (
     find_stack,
     find_stacks,
     replace_rows,
-    shared_parts,
     unsupported,
 )
 
@@ -216,9 +215,6 @@ class ForeignModel:
                 found[name] = shape
         if not found:
             return None
-        # The text tower of a CLIP model also has a position table.
-        shared = {name: shared_parts(name, self.stack.attentions[0]) for name in found}
-        found = {name: found[name] for name in found if shared[name] == max(shared.values())}
         if len(found) > 1:
             raise InputError(
                 f"params hold several position tables ({', '.join(found)}): pass a subtree with "

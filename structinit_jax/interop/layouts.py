@@ -196,8 +196,9 @@ def find_stack(leaves: Leaves) -> Stack:
     if len(stacks) == 1:
         return stacks[0]
     names = [stack.attentions[0] for stack in stacks]
-    parts = shared_parts(*names) + 1
-    stems = [".".join(name.split(".")[:parts]) + "." for name in names]
+    columns = zip(*(name.split(".") for name in names), strict=False)
+    shared = list(itertools.takewhile(lambda parts: len(set(parts)) == 1, columns))
+    stems = [".".join(name.split(".")[: len(shared) + 1]) + "." for name in names]
     seeing = [
         stack._replace(stem=stem)
         for stack, stem in zip(stacks, stems, strict=True)
@@ -262,9 +263,3 @@ def _numbered(names: Iterable[str]) -> list[list[str]]:
             others = [number for i, number in enumerate(numbers) if i != layer]
             groups.setdefault((template, *others), []).append(name)
     return list(groups.values())
-
-
-def shared_parts(*names: str) -> int:
-    """Returns the number of leading parts that names have in common."""
-    columns = zip(*(name.split(".") for name in names), strict=False)
-    return len(list(itertools.takewhile(lambda column: len(set(column)) == 1, columns)))

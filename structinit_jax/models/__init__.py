@@ -44,17 +44,13 @@ def check_fields(fields: Mapping[str, Any]) -> None:
         errors.check_fields(model.__init__, fields)
 
 
-def create_model(
-    options: Mapping[str, Any], *, image_size: int | None = None, channels: int, rngs: nnx.Rngs
-) -> nnx.Module:
+def create_model(options: Mapping[str, Any], *, channels: int, rngs: nnx.Rngs) -> Model:
     """Builds a model with its default initial values, drawn from the `params` stream of `rngs`.
 
     To apply a scheme afterwards, call `model.initialize_attention(scheme, rng)`.
 
     Args:
-      options: The `name` of a model, as in `default_config`, and fields that override its defaults.
-      image_size: Height and width of the images in pixels. If None, that of `options`, or
-        the model's default.
+      options: The `name` of a family or class, and its fields, as from `default_config`.
       channels: Number of channels of the images.
       rngs: Random streams.
 
@@ -62,12 +58,8 @@ def create_model(
       InputError: The model is unknown, or its sizes are inconsistent.
     """
     options = dict(options)
-    name = options.pop("name", "")
-    family, changes = VARIANTS.get(name, (name, {}))
-    options = {**changes, **options}
-    if image_size is not None:
-        options["image_size"] = image_size
-    return _find(family, FAMILIES | VARIANTS)(**options, channels=channels, rngs=rngs)
+    model = _find(options.pop("name", ""), FAMILIES)
+    return model(**options, channels=channels, rngs=rngs)
 
 
 def _find(name: str, known: Mapping[str, Any]) -> type[Model]:

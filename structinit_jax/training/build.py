@@ -154,12 +154,10 @@ def make_schedule(config: ConfigDict, num_examples: int) -> Schedule:
 
 def make_model(config: ConfigDict, mesh: Mesh) -> AbstractModel:
     """Returns the model without its arrays."""
-    options = config.model.to_dict()
-    data = config.data
+    options = config.model.to_dict() | {"image_size": config.data.image_size}
 
     def create(rng):
-        rngs = nnx.Rngs(params=rng)
-        return create_model(options, image_size=data.image_size, channels=data.channels, rngs=rngs)
+        return create_model(options, channels=config.data.channels, rngs=nnx.Rngs(params=rng))
 
     with prefixed("config.model and config.data: "):
         return abstract_model(create, mesh)
