@@ -111,6 +111,7 @@ def train(
             weights, init_metrics, _ = state_lib.initialize_model(config, model, initializer)
             state = state_lib.initialize_state(*weights, optimizer, abstract_state)
             del weights  # Their memory was donated to the state.
+        del initializer  # It has constants as large as attention maps.
         # A run that has reached its last step keeps the config that it was trained with.
         if jax.process_index() == 0 and start_step < schedule.num_steps:
             files.write_atomically(workdir / "config.json", config.to_json(indent=2) + "\n")
