@@ -13,7 +13,7 @@ from tiny_models import SIZES
 
 from structinit_jax import analyse, command_line
 from structinit_jax.analysis import collect, figures, measures
-from structinit_jax.attention_init.targets import filter_maps
+from structinit_jax.attention_init.targets import filter_maps, kernel_maps
 from structinit_jax.augment import normalize
 from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
@@ -95,13 +95,14 @@ def test_targets_are_those_that_the_solve_reaches():
     images = collect.read_images(config, NUM_IMAGES)
     model = build.make_model(config, make_mesh(devices=jax.devices()[:1]))
     initial = initialize_model(config, model, make_initializer(config, model))
-    index, targets = initial.targets["blocks"]
-    np.testing.assert_array_equal(targets, filter_maps((4, 4)))
+    index, kernels = initial.filters["blocks"]
+    targets = filter_maps((4, 4))
+    np.testing.assert_array_equal(kernel_maps(np.asarray(kernels), (4, 4)), targets)
     params, state = initial.weights
     # Without content, only the position encoding is left, for which the heads were solved.
     params["patch_embedding"] = jax.tree.map(lambda x: 0 * x, params["patch_embedding"])
     weights = {"": (params, state)}
-    (snapshot,) = collect.observe(config, model, initial.targets, weights, images)
+    (snapshot,) = collect.observe(config, model, {"blocks": (index, targets)}, weights, images)
     layer, last = snapshot.layers
     assert "target_mass" not in last.measures  # its heads attend to similar tokens
     assert np.all(layer.measures["hit_rate"] > 0.9)

@@ -77,8 +77,8 @@ def test_every_scheme_has_the_documented_shapes_and_can_be_traced(name, site_typ
     for a, b in itertools.combinations(drawn, 2):  # query, key and value
         assert np.abs(a - b).max() > 1e-3
     if (index := getattr(eager, "filter_index", None)) is not None:
-        assert eager.targets.shape[1:] == (site.num_tokens,) * 2
-        assert index.max() < len(eager.targets)
+        assert eager.kernels.shape[1:] == tuple(2 * side - 1 for side in site.grid)
+        assert index.max() < len(eager.kernels)
         assert len(index) == (2 if name == "impulse_mimetic" else 3)  # half of three, rounded up
     lowered = jax.jit(lambda rng: scheme(rng, site)).lower(RNG)
     # Devices that decompose batches of matrices at the same time can deadlock.

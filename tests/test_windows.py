@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from structinit_jax.attention_init import WindowSite, impulse
-from structinit_jax.attention_init.targets import filter_maps
+from structinit_jax.attention_init.targets import filter_maps, kernel_maps
 from structinit_jax.errors import InputError
 
 WINDOW = (4, 5)
@@ -68,7 +68,7 @@ def test_kernels_that_lead_off_the_window_go_to_no_head(options):
     small = dataclasses.replace(SITE, grid=(2, 2))
     weights = impulse(target_mass=0.9, **options)(RNG, small)
     maps = maps_of(weights, (2, 2))
-    targets = np.asarray(weights.targets)[weights.filter_index]
+    targets = kernel_maps(weights.kernels, (2, 2))[weights.filter_index]
     assert targets.any(axis=(2, 3)).all()
     np.testing.assert_allclose((maps * targets).sum(-1)[targets.any(-1)], 0.9, rtol=1e-5)
     with pytest.raises(InputError, match="filters"):

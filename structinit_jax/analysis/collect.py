@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 from structinit_jax.analysis import measures
 from structinit_jax.attention_init import ConvSite, TokenMixingSite
 from structinit_jax.attention_init.sites import AttentionStack
+from structinit_jax.attention_init.targets import kernel_maps
 from structinit_jax.augment import normalize
 from structinit_jax.data.images import CenterCrop
 from structinit_jax.errors import require
@@ -93,25 +94,30 @@ def _start_name(config):
 
 def _initialize(config, model):
     """Returns the weights that a run starts from, and the targets of the heads by stack."""
-    weights, _, targets = initialize_model(config, model, make_initializer(config, model))
+    weights, _, filters = initialize_model(config, model, make_initializer(config, model))
     sites = nnx.merge(model.graphdef, *weights).sites()
     has_maps = sites and not any(isinstance(site, TokenMixingSite) for site in sites.values())
     require(
         "config.model.name", config.model.name, "a model with attention, or 'convmixer'", has_maps
     )
+    targets = {
+        name: (index, kernel_maps(np.asarray(kernels), sites[name].grid))
+        for name, (index, kernels) in filters.items()
+    }
     return weights, targets
 
 
 def observe(
     config: ConfigDict,
     model: AbstractModel,
-    targets: Mapping[str, tuple[Array, Array]],
+    targets: Mapping[str, tuple[Array, np.ndarray]],
     weights_by_name: Mapping[str, Sequence[Any]],
     images: UInt8[np.ndarray, "n H H C"],
 ) -> list[Snapshot]:
     """Observes a model on one device with several sets of weights (parameters and model state).
 
-    `targets` are those of `InitialModel`. The number of images n is a multiple of `BATCH_SIZE`.
+    `targets` are the filters of `InitialModel`, as maps. The number of images n is a multiple of
+    `BATCH_SIZE`.
     """
     observe_batch = jax.jit(functools.partial(_observe_batch, config, model.graphdef))
     snapshots = []

@@ -30,7 +30,7 @@ from structinit_jax.attention_init.sites import (
     start_positions,
     trained_positions,
 )
-from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps
+from structinit_jax.attention_init.targets import FilterArray, assign, filter_kernels, kernel_maps
 
 # Learned positions that are kept are multiplied by this, as in the 2025 paper's program.
 POSITION_SCALE = 18.0
@@ -58,7 +58,8 @@ def impulse(
     If `half`, this is `attention_init.impulse_mimetic`, with filters in the first half of the
     layers only.
     """
-    targets = filter_maps(site.grid, kernel_size, filters, dilation)
+    kernels = filter_kernels(site.grid, kernel_size, filters, dilation)
+    targets = kernel_maps(kernels, site.grid)
     solve.require_above_uniform(target_mass, targets)
     positions, new_positions = start_positions(
         site, replace=replace_positions, scale=POSITION_SCALE
@@ -70,11 +71,14 @@ def impulse(
         z, basis = solve.row_space(layer_norm(np.asarray(positions)))
     options = LEARNED_SOLVE if is_learned or basis.shape[1] > MAX_SMOOTH_RANK else {}
     sizes = site.sizes  # which jit can hash
+    start = solve.start_factors(z, targets, sizes.head_dim)
+    rows, targets = solve.sample_rows(targets)
     *factors, report = solve.solve(
-        solve.start_factors(z, targets, sizes.head_dim),
+        start,
         z,
         targets,
         solve.start_norm(sizes.head_dim, sizes.qk_scale, sizes.width),
+        rows=rows,
         head_dim=sizes.head_dim,
         qk_scale=sizes.qk_scale,
         target_mass=float(target_mass),  # jit hashes it, and JAX scalars are not hashable
@@ -82,7 +86,7 @@ def impulse(
     )
     num_impulse = -(-site.num_layers // 2) if half else site.num_layers
     weights = _draw_weights(rng, factors, basis, sizes=sizes, num_impulse=num_impulse)
-    return weights._replace(report=report, targets=targets, **new_positions)
+    return weights._replace(report=report, kernels=kernels, **new_positions)
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "num_impulse"))

@@ -18,7 +18,7 @@ from structinit_jax.attention_init.sites import (
     start_positions,
 )
 from structinit_jax.attention_init.solve import report_on_maps
-from structinit_jax.attention_init.targets import filter_maps
+from structinit_jax.attention_init.targets import filter_kernels, kernel_maps
 
 PseudoInput = Literal["positions", "uniform", "gaussian", "positions+uniform", "positions+gaussian"]
 PSEUDO_INPUT_EPSILON = 1e-5  # PyTorch's default for LayerNorm; the models themselves use 1e-6
@@ -51,7 +51,8 @@ def impulse_2024(
     positions, new_positions = start_positions(site, replace=True, scale=1.0)
     positions = jnp.asarray(positions)
     offset_rng, input_rng, solve_rng = jax.random.split(rng, 3)
-    targets = jnp.asarray(filter_maps(site.grid, kernel_size))
+    kernels = filter_kernels(site.grid, kernel_size)
+    targets = jnp.asarray(kernel_maps(kernels, site.grid))
     shared = 1 + (first_input != following_input) if same_layers else site.num_layers
     num_solved = min(shared, site.num_layers)
     filter_index = jax.random.randint(offset_rng, (num_solved, site.num_heads), 0, len(targets))
@@ -78,7 +79,7 @@ def impulse_2024(
         key[layer],
         report=jax.tree.map(jnp.mean, reports),
         filter_index=filter_index[layer],
-        targets=targets,
+        kernels=kernels,
         **new_positions,
     )
 
@@ -176,7 +177,8 @@ def impulse_2025(
         site, replace=replace_positions, scale=position_scale
     )
     noise_rng, vo_rng = jax.random.split(rng)
-    targets = jnp.asarray(filter_maps(site.grid))
+    kernels = filter_kernels(site.grid)
+    targets = jnp.asarray(kernel_maps(kernels, site.grid))
     # A single row or column of tokens has three offsets.
     order = np.resize([i for i in CENTER_FIRST if i < len(targets)], site.num_heads)
     filter_index = jnp.asarray(np.tile(order, (site.num_layers, 1)), jnp.int32)
@@ -197,7 +199,7 @@ def impulse_2025(
         *mimetic_vo(vo_rng, site, transposed=False),
         report=report,
         filter_index=filter_index,
-        targets=targets,
+        kernels=kernels,
         **new_positions,
     )
 

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init import draws, solve
 from structinit_jax.attention_init.sites import GRID, AttentionWeights, RotarySite, SolveReport
-from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps
+from structinit_jax.attention_init.targets import FilterArray, assign, filter_kernels, kernel_maps
 from structinit_jax.errors import is_count, require
 
 START_NORM = 3.0  # Square root of the sum of |c| at the start; most grids need about this value.
@@ -73,7 +73,8 @@ def impulse(
     mass on their target; content reduces it. If `half`, heads in the second half of the layers
     attend to similar tokens.
     """
-    targets = filter_maps(site.grid, kernel_size, filters, dilation)
+    kernels = filter_kernels(site.grid, kernel_size, filters, dilation)
+    targets = kernel_maps(kernels, site.grid)
     solve.require_above_uniform(target_mass, targets)
     num_impulse = -(-site.num_layers // 2) if half else site.num_layers
     order_rng, place_rng = jax.random.split(rng)
@@ -89,7 +90,7 @@ def impulse(
         solved, report = solve_coefficients(tables, targets[filter_index.ravel()], target_mass)
         coefficients = solved.reshape(*filter_index.shape, *solved.shape[1:])
     weights = _draw_weights(place_rng, coefficients, sizes=site.sizes, pairs=site.pairs)
-    return weights._replace(report=report, filter_index=filter_index, targets=targets)
+    return weights._replace(report=report, filter_index=filter_index, kernels=kernels)
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "pairs"))
@@ -136,7 +137,7 @@ def solve_coefficients(
         angles, target = problem
         cos = jnp.cos(angles)
         sin = jnp.sin(angles)
-        rows = solve.loss_rows(target, MAX_ROWS)
+        rows = solve.loss_rows(target.max(axis=-1) > 0, MAX_ROWS)
         some = target[rows]
 
         def coefficients(factor, norm):

@@ -221,9 +221,10 @@ class AttentionWeights(NamedTuple):
     Attributes:
       out: Kernel of the output projection.
       positions: Values of a trainable position encoding, without class and register tokens.
-      filter_index: Index of each head's filter in `targets`, for the first l ≤ L layers; the other
+      filter_index: Index of each head's filter in `kernels`, for the first l ≤ L layers; the other
         layers have no filters.
-      targets: The filters as maps, for analysis.
+      kernels: The filters by offset between tokens, of 2 rows - 1 times 2 cols - 1 values, for
+        analysis; `targets.kernel_maps` returns their attention maps.
       bias: Relative position bias of a `WindowSite`, R = (2 rows - 1) (2 cols - 1), in timm's order
         (`targets.relative_index`).
       position_scale: Factor on the model's own trainable positions, including those of class and
@@ -238,7 +239,7 @@ class AttentionWeights(NamedTuple):
     positions: Float[Array | np.ndarray, "N D"] | None = None
     report: SolveReport | None = None
     filter_index: Int[Array, "l h"] | None = None
-    targets: Float[Array | np.ndarray, "F N N"] | None = None
+    kernels: Float[Array | np.ndarray, "F y x"] | None = None
     bias: Float[Array, "L R h"] | None = None
     position_scale: float | Float[Array, ""] | None = None
     patch_bias: Float[Array, " D"] | None = None

@@ -112,9 +112,10 @@ def start_norm(head_dim: int, qk_scale: float, width: int) -> float:
 def solve(
     start: tuple[Float[np.ndarray | Array, "F r k"], Float[np.ndarray | Array, "F r k"]],
     z: Float[np.ndarray | Array, "N r"],
-    targets: Float[np.ndarray | Array, "F N N"],
+    targets: Float[np.ndarray | Array, "F n N"],
     norm: float | Float[Array, ""],
     *,
+    rows: Int[np.ndarray | Array, "F n"] | None = None,
     head_dim: int,
     qk_scale: float,
     target_mass: float | None = None,
@@ -128,19 +129,15 @@ def solve(
     their d columns. Without a `target_mass`, the norm stays at `norm`. With one, it starts there
     (`start_norm`) and is adjusted to that mass for each filter. Only directions are optimized, from
     `start` (`start_factors`). For a target mass below `sharp_mass`, directions are optimized at
-    `sharp_mass`, and the norm is then lowered.
+    `sharp_mass`, and the norm is then lowered. `rows` are those of each H that `targets` holds
+    (`sample_rows`), by default all.
     """
     # In a traced caller these are constants, and XLA would evaluate everything that depends only on
     # them, such as the row maxima of the targets, at compile time, which is far slower.
     start, z, targets = jax.lax.optimization_barrier((start, z, targets))
     sharp_mass = max(sharp_mass, min(0.3, SHARP_TOKENS / len(z)))
-    queries = z
-    axes = "nr"
-    if len(z) > MAX_ROWS:
-        rows = jax.vmap(lambda target: loss_rows(target, MAX_ROWS))(targets)
-        queries = z[rows]
-        axes = "fnr"
-        targets = jnp.take_along_axis(targets, rows[..., None], axis=1)
+    queries = z if rows is None else z[rows]
+    axes = "nr" if rows is None else "fnr"
 
     def at_norm(factor, norm):
         length = jnp.sqrt(jnp.sum(factor**2, axis=(1, 2), keepdims=True))
@@ -178,15 +175,29 @@ def solve(
     return at_norm(factors[0], norm), at_norm(factors[1], norm), report
 
 
-def loss_rows(target: Float[Array, "N N"], most: int) -> Int[Array, " n"]:
+def sample_rows(
+    targets: Float[np.ndarray, "F N N"],
+) -> tuple[Int[np.ndarray, "F n"] | None, Float[np.ndarray, "F n N"]]:
+    """Returns the rows of each map that enter its loss, None for all, and the maps' rows.
+
+    They are selected here because maps of a large grid are too large for constants of a program.
+    """
+    if targets.shape[1] <= MAX_ROWS:
+        return None, targets
+    with jax.ensure_compile_time_eval():
+        select = jax.vmap(lambda has_target: loss_rows(has_target, MAX_ROWS))
+        rows = np.asarray(select(targets.max(axis=-1) > 0))
+    return rows, np.take_along_axis(targets, rows[..., None], axis=1)
+
+
+def loss_rows(has_target: Bool[Array, " N"], most: int) -> Int[Array, " n"]:
     """Returns the n = min(N, most) rows of a map that enter its loss.
 
     If N > `most`, they are evenly spaced among the rows with a target. If the neighbor is far away,
     these rows can be fewer than `most` and are then repeated.
     """
-    if len(target) <= most:
-        return jnp.arange(len(target))
-    has_target = target.max(axis=-1) > 0
+    if len(has_target) <= most:
+        return jnp.arange(len(has_target))
     first = jnp.argsort(~has_target, stable=True)  # rows with a target come first
     last = has_target.sum(dtype=jnp.float32) - 1
     return first[jnp.round(jnp.linspace(0, last, most)).astype(jnp.int32)]

@@ -20,7 +20,10 @@ FilterArray = Annotated[
 
 
 def filter_kernels(
-    grid: tuple[int, int], kernel_size: int, filters: FilterArray | None, dilation: int
+    grid: tuple[int, int],
+    kernel_size: int = 3,
+    filters: FilterArray | None = None,
+    dilation: int = 1,
 ) -> Float[np.ndarray, "F R C"]:
     """Returns the distinct kernels of a stack, impulses or `filters`, by offset between tokens.
 
@@ -62,16 +65,8 @@ def filter_maps(
     filters: FilterArray | None = None,
     dilation: int = 1,
 ) -> Float[np.ndarray, "F N N"]:
-    """Returns the target map H of each kernel in `filter_kernels`; see `kernel_maps`.
-
-    Raises `InputError` for filters that lead off the grid from every token.
-    """
-    kernels = filter_kernels(grid, kernel_size, filters, dilation)
-    needs = (
-        "larger, or kernel_size or dilation smaller: a filter leads off the grid from every token"
-    )
-    require("grid", grid, needs, kernels.any(axis=(1, 2)).all())
-    return kernel_maps(kernels, grid)
+    """Returns the target map H of each kernel in `filter_kernels`; see `kernel_maps`."""
+    return kernel_maps(filter_kernels(grid, kernel_size, filters, dilation), grid)
 
 
 def kernel_maps(
@@ -82,10 +77,16 @@ def kernel_maps(
     H[i, j] is proportional to the kernel's value at the offset from token i to token j, and rows
     sum to 1, like those of a softmax. Neighbors off the grid are dropped (zero padding). The row of
     an impulse whose neighbor is dropped is zero, and the softmax row closest to it is uniform.
+    Raises `InputError` for kernels that lead off the grid from every token.
     """
-    maps = kernels.reshape(len(kernels), -1)[:, relative_index(grid).T]
+    needs = (
+        "larger, or kernel_size or dilation smaller: a filter leads off the grid from every token"
+    )
+    require("grid", grid, needs, kernels.any(axis=(1, 2)).all())
+    maps = np.take(kernels.reshape(len(kernels), -1), relative_index(grid).T, axis=1)
     total = maps.sum(axis=-1, keepdims=True)
-    return (maps / np.where(total > 0, total, 1)).astype(np.float32)
+    maps /= np.where(total > 0, total, 1)
+    return maps
 
 
 def relative_index(grid: tuple[int, int]) -> Int[np.ndarray, "N N"]:

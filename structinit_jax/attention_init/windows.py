@@ -15,7 +15,7 @@ from jaxtyping import Float, PRNGKeyArray
 
 from structinit_jax.attention_init import draws
 from structinit_jax.attention_init.sites import AttentionWeights, WindowSite
-from structinit_jax.attention_init.targets import FilterArray, assign, filter_kernels, kernel_maps
+from structinit_jax.attention_init.targets import FilterArray, assign, filter_kernels
 from structinit_jax.errors import require
 
 BISECTIONS = 50  # Enough for the precision of float64.
@@ -47,7 +47,7 @@ def impulse(
     require("filters", filters, needs, len(kernels) > 0)
     table = bias_of_kernels(kernels, site.grid, target_mass)
     weights = _draw_weights(rng, table, sizes=site.sizes)
-    return weights._replace(targets=kernel_maps(kernels, site.grid))
+    return weights._replace(kernels=kernels)
 
 
 @functools.partial(jax.jit, static_argnames="sizes")

@@ -113,9 +113,9 @@ class InitialModel(NamedTuple):
     # 'init/seconds', 'init/compile_seconds' and, for schemes with a solver, 'init/loss' and the
     # rest of the report, averaged over the stacks. Empty if the weights come from a file.
     metrics: dict[str, float]
-    # For each stack whose heads have targets, by name: the index of each head's map, and the
-    # distinct maps. Trailing layers without targets have no row of indices.
-    targets: dict[str, tuple[Int[Array, "first h"], Float[Array, "F N N"]]]
+    # For each stack whose heads have filters, by name: the index of each head's filter, and the
+    # distinct filters. Trailing layers without filters have no row of indices.
+    filters: dict[str, tuple[Int[Array, "first h"], Float[Array, "F y x"]]]
 
 
 def make_initializer(config: ConfigDict, model: AbstractModel) -> jax.stages.Traced | None:
@@ -134,14 +134,14 @@ def make_initializer(config: ConfigDict, model: AbstractModel) -> jax.stages.Tra
         stacks = network.initialize_attention(scheme, attention_rng)
         if not stacks and config.attention_init.name != "default":
             print(f"note: config.model.name={config.model.name} has no sites, so no scheme is used")
-        # Only some kinds of weights have reports and targets.
+        # Only some kinds of weights have reports and filters.
         reports = [w.report for w in stacks.values() if getattr(w, "report", None) is not None]
-        targets = {
-            name: (w.filter_index, w.targets)
+        filters = {
+            name: (w.filter_index, w.kernels)
             for name, w in stacks.items()
-            if getattr(w, "targets", None) is not None
+            if getattr(w, "filter_index", None) is not None
         }
-        return split_model(network)[1:], reports, targets
+        return split_model(network)[1:], reports, filters
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (model.params, model.model_state))
     replicated = sharding.replicated(model.mesh)
@@ -168,7 +168,7 @@ def initialize_model(
         lowered = initializer.lower()
     program = lowered.compile(_options_for_one_run())
     compiled = time.perf_counter()
-    weights, reports, targets = jax.block_until_ready(program(np.uint32(config.seed)))
+    weights, reports, filters = jax.block_until_ready(program(np.uint32(config.seed)))
     seconds = time.perf_counter() - compiled
     metrics = {"seconds": seconds, "compile_seconds": compiled - start}
     text = f"{seconds:.2f} s (plus {compiled - start:.2f} s to compile)"
@@ -183,7 +183,7 @@ def initialize_model(
             text += f"\nwarning: {warning}"
     print(f"attention_init {config.attention_init.name}: {text}", flush=True)
     metrics = {f"init/{name}": value for name, value in metrics.items()}
-    return InitialModel(weights, metrics, targets)
+    return InitialModel(weights, metrics, filters)
 
 
 def initialize_from_file(
