@@ -139,7 +139,7 @@ def make_initializer(config: ConfigDict, model: AbstractModel) -> jax.stages.Tra
         filters = {
             name: (w.filter_index, w.kernels)
             for name, w in stacks.items()
-            if getattr(w, "filter_index", None) is not None
+            if getattr(w, "kernels", None) is not None
         }
         return split_model(network)[1:], reports, filters
 
