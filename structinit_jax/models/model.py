@@ -177,10 +177,32 @@ class Model(nnx.Module):
             self.positions[...] = scale * self.positions[...]
 
 
+class _RngStream(nnx.RngStream):
+    """A stream with the same keys, counted in Python.
+
+    NNX counts them in an array. When JAX traces the creation of a model, every key then looks up an
+    attribute that tracers lack, for which JAX formats the traced program: most of the trace.
+    """
+
+    num_keys: int = 0
+
+    def __call__(self) -> PRNGKeyArray:
+        rng = jax.random.fold_in(self.key[...], self.num_keys)
+        self.num_keys += 1
+        return rng
+
+
+def make_rngs(rng: PRNGKeyArray) -> nnx.Rngs:
+    """Returns `nnx.Rngs(rng)`, but faster to trace."""
+    rngs = nnx.Rngs(rng)
+    rngs.default = _RngStream(rng, tag="default")
+    return rngs
+
+
 def make_stack(block: type[StackedBlock], depth: int, *, rngs: nnx.Rngs, **options) -> StackedBlock:
     """Returns `depth` blocks, each made by `block(**options, rngs=...)`, as one module."""
     layer_rngs = jax.random.split(rngs.params(), depth)
-    return jax.vmap(lambda rng: block(**options, rngs=nnx.Rngs(rng)))(layer_rngs)
+    return jax.vmap(lambda rng: block(**options, rngs=make_rngs(rng)))(layer_rngs)
 
 
 def run_stack(
