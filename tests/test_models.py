@@ -146,6 +146,13 @@ def test_layers_start_with_weights_of_their_own(family):
                 assert np.any(leaf[0] != leaf[1]), jax.tree_util.keystr(name)
 
 
+def test_rngs_have_the_keys_of_nnx():
+    ours, theirs = make_rngs(jax.random.key(5)), nnx.Rngs(jax.random.key(5))
+    for name in ("params", "params", "dropout"):
+        keys = [jax.random.key_data(getattr(rngs, name)()) for rngs in (ours, theirs)]
+        np.testing.assert_array_equal(*keys)
+
+
 def test_models_say_which_arrays_have_a_layer_axis():
     stacks = {family: make(family).stacks() for family in SIZES}
     assert stacks.pop("swin") == ("stage1/blocks", "stage2/blocks")
