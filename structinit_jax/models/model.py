@@ -178,7 +178,7 @@ class Model(nnx.Module):
 
 
 class _RngStream(nnx.RngStream):
-    """A stream with the same keys, counted in Python.
+    """An `nnx.RngStream` that counts its keys in Python.
 
     NNX counts them in an array. When JAX traces the creation of a model, every key then looks up an
     attribute that tracers lack, for which JAX formats the traced program: most of the trace.
