@@ -103,17 +103,17 @@ def make_evaluate(config: ConfigDict, model: AbstractModel, loader: Loader) -> C
     eval_step = make_eval_step(model, config.data.mean, config.data.std)
 
     @jax.jit
-    def count_correct(state, batch):
+    def is_correct(state, batch):
         def of_run(state):
             results = eval_step(state.params, state.model_state, batch)
-            return jnp.sum((results["predicted"] == results["label"]) * results["mask"])
+            return results["predicted"] == results["label"]
 
         return jax.vmap(jax.vmap(of_run, in_axes=(STATE,)), in_axes=(STATE,))(state)
 
     def evaluate(state):
         batches = loader.eval_batches(batch_size=EVAL_BATCH)
-        correct = sum(count_correct(state, batch) for batch in batches)
-        return np.asarray(correct) / len(loader)
+        correct = [is_correct(state, batch) for batch in batches]
+        return np.concatenate(correct, axis=-1)[..., : len(loader)].mean(axis=-1)  # no padding
 
     return evaluate
 

@@ -89,10 +89,10 @@ def main(overrides: command_line.Overrides) -> None:
     if has_run:
         step = FLAGS.step or "newest"
         devices = jax.local_devices()[:1]
-        restored = evaluate.restore_model(
+        model, state, _ = evaluate.restore_model(
             config, FLAGS.workdir, devices, step, must_stay=workdir_lib.decides_start
         )
-        snapshots = observe_run(config, restored, images)
+        snapshots = observe_run(config, model, state, images)
         when = ""
     else:
         settings = expand(config, FLAGS.schemes or [config.attention_init.name], {})

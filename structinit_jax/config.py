@@ -305,17 +305,18 @@ def load_config(location: str | Path) -> ConfigDict:
     require("config", path, needs, path.endswith(".py") and Path(path).is_file())
     get_config = runpy.run_path(path).get("get_config")
     needs = "a function that returns base_config() with changes"
-    require(f"config={path}: get_config", get_config, needs, callable)
+    require(f"config={path}: get_config", get_config, needs, inspect.isfunction)
     signature = inspect.signature(get_config)
+    words = row.split(",") if row else []
     try:
-        words = signature.bind(*row.split(",") if row else ()).arguments
+        bound = signature.bind(*words).arguments
     except TypeError as error:
         columns = ", ".join(signature.parameters)
         takes = f"a row is {columns}" if columns else "the file takes no row after the colon"
         raise InputError(f"config={location}: {error}: {takes}") from error
-    annotated = {name: words[name] for name in words if name in get_config.__annotations__}
+    annotated = {name: bound[name] for name in bound if name in get_config.__annotations__}
     check_fields(get_config, annotated, f"config={location}: ")
-    config = get_config(**words)
+    config = get_config(*words)
     needs = "a ConfigDict: base_config() with changes"
     place = f"config={path}: the value of get_config()"
     require(place, config, needs, lambda value: isinstance(value, ConfigDict))

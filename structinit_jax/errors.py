@@ -113,10 +113,11 @@ class Check(NamedTuple):
     holds: Callable[[Any], bool]
 
     def accepts(self, value: Any) -> bool:
-        """Whether a value passes the test; a `TypeError` or `ValueError` counts as no."""
+        """Whether a value passes the test; an error of comparing or converting it counts as no."""
         try:
             return bool(self.holds(value))
-        except (TypeError, ValueError):  # NumPy raises ValueError for the truth value of an array
+        # NumPy raises ValueError for the truth value of an array, `math` OverflowError for 10**400.
+        except (TypeError, ValueError, OverflowError):
             return False
 
 

@@ -36,8 +36,10 @@ def restore_model(
     devices: list[jax.Device] | None = None,
     step: str | int = "newest",
     must_stay: Callable[[str], bool] = workdir_lib.decides_weights,
-) -> tuple[AbstractModel, TrainState]:
-    """Restores the model of a run, without optimizer state, at step 'newest', 'best' or a number.
+) -> tuple[AbstractModel, TrainState, list[str]]:
+    """Restores the model of a run at step 'newest', 'best' or a number.
+
+    Returns the model, its state without optimizer state, and the names of the classes by label.
 
     With `config.ema_decay`, the weights are the moving averages that the run has kept.
 
@@ -54,9 +56,9 @@ def restore_model(
             f"workdir={str(workdir)!r} must be a run with an intact checkpoint for step={step!r}; "
             f"it has {steps}"
         )
-    saved = checkpoint.read_run(directory, number)["config"]
+    run = checkpoint.read_run(directory, number)
     place = f"step {number} in {workdir}"
-    if changed := workdir_lib.check_config(saved, config, must_stay, place):
+    if changed := workdir_lib.check_config(run["config"], config, must_stay, place):
         print(f"config changed since {place}:\n{changed}")
     devices = devices or jax.devices()
     mesh = sharding.make_mesh(math.gcd(config.fsdp, len(devices)), devices)
@@ -67,13 +69,7 @@ def restore_model(
         averages = {"params": model.params, "model_state": model.model_state}
         abstract_state = TrainState(count, None, None, opt_state=None, ema=averages)
     state = checkpoint.restore(directory, number, abstract_state)
-    return model, TrainState(state.step, *state.weights, opt_state=None)
-
-
-def class_names(workdir: str | Path, state: TrainState) -> list[str]:
-    """Returns the names of the classes that a restored state was trained on, by label."""
-    run = checkpoint.read_run(open_path(workdir) / "checkpoints", int(state.step))
-    return run["class_names"]
+    return model, TrainState(state.step, *state.weights, opt_state=None), run["class_names"]
 
 
 def evaluate_checkpoint(
@@ -86,9 +82,9 @@ def evaluate_checkpoint(
     does not fit the config, or if the data cannot be used or have different classes.
     """
     dataset = build.open_data(config)
-    model, state = restore_model(config, workdir, step=step)
+    model, state, trained_names = restore_model(config, workdir, step=step)
     names = dataset.class_names
-    pairs = zip(class_names(workdir, state), names, strict=True)
+    pairs = zip(trained_names, names, strict=True)
     if renamed := [f"  {old!r} -> {new!r}" for old, new in pairs if old != new]:
         raise InputError("\n".join(["class names must be the same as in training:", *renamed]))
     source = build.open_split(config, dataset, "eval_split")
@@ -121,8 +117,8 @@ class Classifier:
 
     def __init__(self, workdir: str | Path, step: str | int = "newest", trust: bool = False):
         self.config = config = config_lib.load_run_config(workdir, trust)
-        model, state = restore_model(config, workdir, jax.local_devices()[:1], step)
-        self.class_names = class_names(workdir, state)
+        devices = jax.local_devices()[:1]
+        model, state, self.class_names = restore_model(config, workdir, devices, step)
         self._mesh = model.mesh
         self._weights = state.params, state.model_state
 

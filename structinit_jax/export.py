@@ -26,7 +26,7 @@ from structinit_jax import command_line
 from structinit_jax import config as config_lib
 from structinit_jax.command_line import FLAGS
 from structinit_jax.errors import require
-from structinit_jax.evaluate import class_names, restore_model
+from structinit_jax.evaluate import restore_model
 from structinit_jax.files import write_atomically
 from structinit_jax.models.timm import to_timm
 
@@ -104,10 +104,9 @@ def export(config: ConfigDict, workdir: str | Path, folder: Path, step: str = "n
     card = timm_card(config)
     is_run = (folder / "checkpoints").exists()
     require("folder", str(folder), "a folder other than the workdir of a run", not is_run)
-    model, state = restore_model(config, workdir, jax.local_devices()[:1], step)
+    model, state, names = restore_model(config, workdir, jax.local_devices()[:1], step)
     weights = jax.device_get((state.params, state.model_state))
     weights = to_timm(nnx.merge(model.graphdef, *weights))
-    names = class_names(workdir, state)
     card["label_names"] = names
     labels = {name: label for label, name in enumerate(names)}
     text = json.dumps(card, indent=2)

@@ -37,6 +37,7 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
     data = config.data
     dataset = build.open_data(config)
     source = build.open_split(config, dataset, "train_split")
+    build.make_schedule(config, len(source))  # raises `InputError` where training does
     mesh = make_mesh(devices=jax.devices()[:1])  # A batch of any size fits one device.
     batch = next(build.train_batches(config, source, mesh, step - 1, step, in_memory=False))
     augment = jax.jit(make_augmentation(config, mesh))

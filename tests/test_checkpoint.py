@@ -175,7 +175,9 @@ def test_nothing_of_another_program_is_deleted(directory, capsys):
     (directory / "12" / checkpoint.RUN).unlink()
     for name in ("state.orbax-checkpoint-tmp-1", ".partial-1"):  # left by a killed process
         (directory / "12" / name).mkdir()
-    others = [directory / name for name in ("16/notes.txt", "20/state_dict", "24/state/a", "24/b")]
+    others = [
+        directory / name for name in ("16/notes.txt", "20/state_dict", "24/state/a", "24/b", "28")
+    ]
     for path in others:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()

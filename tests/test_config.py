@@ -207,6 +207,12 @@ def test_the_row_after_the_colon_gives_the_arguments_of_get_config(tmp_path):
         config_lib.load_config(folder / "f.py")
     file.write_text(FILE.replace(': Literal["cifar10", "stl10"]', ""))
     assert config_lib.load_config(f"{file}:mnist").data.name == "mnist"
+    base = "from structinit_jax.config import base_config\n"
+    file.write_text(f"{base}def get_config(*words): return base_config(*words)")
+    assert config_lib.load_config(f"{file}:swin").model.name == "swin"
+    file.write_text(f"{base}import functools\nget_config = functools.partial(base_config, 'vit')")
+    with pytest.raises(InputError, match="must be a function"):
+        config_lib.load_config(file)
 
 
 # -- the config of a workdir -----------------------------------------------------------------------

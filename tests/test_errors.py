@@ -50,6 +50,8 @@ def test_a_bad_value_is_named_with_its_field(field, values):
         with pytest.raises(InputError) as caught:
             errors.check_fields(Fields, {field: value}, "config.model.")
         assert str(caught.value).startswith(f"config.model.{field}={value!r} must be ")
+    with pytest.raises(InputError, match="mean"):
+        errors.check_fields(Fields, dict(mean=(10**400,)))  # too large for a float
 
 
 def test_references_name_a_module_and_an_attribute():

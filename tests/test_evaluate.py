@@ -42,7 +42,7 @@ def test_weights_are_split_over_the_devices_that_there_are(run_config, finished_
     monkeypatch.setattr(sharding, "MIN_SIZE_TO_SHARD", 1)
     run_config.update(fsdp=4, batch_size=20)  # neither fits six devices
     devices = jax.devices()[:6]
-    model, state = evaluate.restore_model(run_config, finished_run.workdir, devices)
+    model, state, _ = evaluate.restore_model(run_config, finished_run.workdir, devices)
     assert model.mesh.shape == {"data": 3, "fsdp": 2}
     kernel = state.params["blocks"]["mlp"]["fc1"]["kernel"]
     assert kernel.addressable_shards[0].data.size == kernel.size // 2
@@ -75,7 +75,7 @@ def test_the_checkpoint_can_be_chosen(run_config, finished_run, tmp_path, capsys
     assert run["accuracy"] is None  # Step 8 was not evaluated in training.
     metrics = [line for line in read_metrics(finished_run.workdir) if "eval/accuracy" in line]
     best = max(metrics, key=lambda line: (line["eval/accuracy"], line["step"]))
-    _, state = evaluate.restore_model(run_config, finished_run.workdir, step="best")
+    _, state, _ = evaluate.restore_model(run_config, finished_run.workdir, step="best")
     assert state.step == best["step"]
     run = checkpoint.read_run(finished_run.workdir / "checkpoints", best["step"])
     assert run["accuracy"] == best["eval/accuracy"]
@@ -105,7 +105,7 @@ def digits(tmp_path_factory):
 
 def test_logits_are_those_of_the_checkpoint(classify, digits, run_config, finished_run):
     images, files, _ = digits
-    model, state = evaluate.restore_model(run_config, finished_run.workdir, jax.devices()[:1])
+    model, state, _ = evaluate.restore_model(run_config, finished_run.workdir, jax.devices()[:1])
     network = nnx.merge(model.graphdef, state.params, state.model_state)
     expected, _ = network(
         normalize(jnp.asarray(images), *(tuple(run_config.data[x]) for x in ("mean", "std")))

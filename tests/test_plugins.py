@@ -56,7 +56,7 @@ def test_the_readmes_objects_train_and_the_model_is_not_exported(mine, tmp_path,
     assert results["eval/accuracy"] > 0.9
     with pytest.raises(InputError, match=r"^config\.model\.name='mine:Linear'"):
         export.export(config, tmp_path / "run", tmp_path)
-    model, _ = evaluate.restore_model(config, tmp_path / "run")
+    model, _, _ = evaluate.restore_model(config, tmp_path / "run")
     with pytest.raises(InputError, match=r"^type\(model\)=.*Linear.* must be one of"):
         si.to_timm(nnx.merge(model.graphdef, model.params, model.model_state))
     # The run is not resumed with different labels.

@@ -12,6 +12,7 @@ from structinit_jax.augment import make_augment
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.images import RandomCrop
 from structinit_jax.data.loader import stream_indices
+from structinit_jax.errors import InputError
 from structinit_jax.rngs import step_rngs
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -29,6 +30,9 @@ def test_a_batch_without_augmentation_is_the_data(tiny_config):
     indices = stream_indices(tiny_config.seed, positions, 384, repeats=2, epoch_length=5 * 66)
     expected = [image.decode() for image, _ in source.read(indices.tolist())]
     np.testing.assert_array_equal(images, expected)
+    tiny_config.batch_size = 385
+    with pytest.raises(InputError, match=r"^config\.batch_size=385"):
+        show.training_batch(tiny_config, 1)
 
 
 def test_crops_and_flips_are_those_of_the_positions_in_the_stream_and_of_the_step(tiny_config):

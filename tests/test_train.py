@@ -127,7 +127,7 @@ def test_averaged_weights_are_resumed_evaluated_and_exported(run_config, tmp_pat
     bias = load_file(tmp_path / "model.safetensors")["head.bias"]
     np.testing.assert_array_equal(bias, resumed.ema["params"]["head"]["bias"])
     run_config.ema_decay = 0.0  # the last step's weights, from the same checkpoint
-    _, state = evaluate.restore_model(run_config, tmp_path / "run")
+    _, state, _ = evaluate.restore_model(run_config, tmp_path / "run")
     np.testing.assert_array_equal(state.params["head"]["bias"], resumed.params["head"]["bias"])
     assert np.any(state.params["head"]["bias"] != bias)
 

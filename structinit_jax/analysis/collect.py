@@ -73,14 +73,14 @@ def observe_start(config: ConfigDict, images: UInt8[np.ndarray, "n H H C"]) -> S
 
 def observe_run(
     config: ConfigDict,
-    restored: tuple[AbstractModel, TrainState],
+    model: AbstractModel,
+    state: TrainState,
     images: UInt8[np.ndarray, "n H H C"],
 ) -> list[Snapshot]:
     """Observes a run before and after training.
 
-    `restored` is the run's model and state on one device, from `evaluate.restore_model`.
+    `model` and `state` are on one device, from `evaluate.restore_model`.
     """
-    model, state = restored
     initial, targets = _initialize(config, model)
     trained = (state.params, state.model_state)
     name = _start_name(config)

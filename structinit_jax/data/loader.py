@@ -49,7 +49,8 @@ def stream_indices(
     augmentation (Hoffer et al. 2020), each example occupies `repeats` consecutive positions in an
     epoch of the same length, as in timm.
     """
-    epochs, offsets = np.divmod(positions, epoch_length or num_examples)
+    epoch_length = num_examples if epoch_length is None else epoch_length
+    epochs, offsets = np.divmod(positions, epoch_length)
     indices = np.empty(len(positions), np.int64)
     for epoch in np.unique(epochs):
         inside = epochs == epoch
@@ -71,7 +72,7 @@ class Loader:
 
     Subclasses define `__len__` and `_batches(order, steps, batch_size)`, which yields the batch of
     each step. A step's batch starts at position `step * batch_size`. `order(start, stop)` returns
-    the example indices at these positions, int64; -1 marks padding, whose "mask" is 0.
+    the example indices at these positions, int64.
     """
 
     def train_batches(
@@ -101,19 +102,14 @@ class Loader:
             positions = steps * batch_size + by_copy[places]
             return stream_indices(seed, positions, len(self), repeats, length)
 
-        for batch in self._batches(order, range(start_step, num_steps), batch_size):
-            yield {key: batch[key] for key in ("image", "label")}
+        return self._batches(order, range(start_step, num_steps), batch_size)
 
     def eval_batches(self, *, batch_size: int) -> Iterator[Batch]:
-        """Yields every example once, in order; the last batch is padded with example 0.
-
-        Batches are as in `train_batches`, with an additional "mask", float32 [B]: 1 for an example
-        and 0 for padding.
-        """
+        """Yields every example once, in order; the last batch is padded with example 0."""
 
         def order(start, stop):
             positions = np.arange(start, stop)
-            return np.where(positions < len(self), positions, -1)
+            return np.where(positions < len(self), positions, 0)
 
         return self._batches(order, range(-(-len(self) // batch_size)), batch_size)
 
@@ -179,9 +175,7 @@ class HostLoader(Loader):
             batch = {
                 "image": np.empty(shape, np.uint8),
                 "label": np.empty(size, np.int32),
-                "mask": (indices >= 0).astype(np.float32),
             }
-            indices = np.maximum(indices, 0)
             rows = [range(size)[i : i + chunk] for i in range(0, size, chunk)]
             return batch, [pool.submit(self._fill, batch, r, first, indices) for r in rows]
 
@@ -252,11 +246,9 @@ def _gather_batch(sharding, image_shape, images, labels, order, offset, batch_si
     indices = jax.lax.dynamic_slice_in_dim(order, offset, batch_size)
     # Each device gathers only its own part.
     indices = jax.lax.with_sharding_constraint(indices, sharding)
-    # Padding is -1, clipped to example 0.
     batch = {
-        "image": jnp.take(images, indices, axis=0, mode="clip").reshape(batch_size, *image_shape),
-        "label": jnp.take(labels, indices, mode="clip"),
-        "mask": (indices >= 0).astype(jnp.float32),
+        "image": jnp.take(images, indices, axis=0).reshape(batch_size, *image_shape),
+        "label": jnp.take(labels, indices),
     }
     return batch, offset + batch_size
 

@@ -46,7 +46,7 @@ def step_folders(directory: epath.PathLike) -> list[epath.Path]:
 
 def remove_unfinished(folder: epath.Path) -> bool:
     """Deletes a half-written or half-deleted checkpoint (no `run.json`); returns whether it did."""
-    unfinished = not (folder / RUN).exists() and is_ours(folder)
+    unfinished = not (folder / RUN).exists() and folder.is_dir() and is_ours(folder)
     if unfinished:
         folder.rmtree()
     return unfinished

@@ -57,7 +57,7 @@ def make_evaluator(
             parts.append(eval_step(*state.weights, batch))
             jax.block_until_ready(parts[-MAX_IN_FLIGHT - 1 : -MAX_IN_FLIGHT])
         every = jax.tree.map(lambda *values: np.concatenate(values), *jax.device_get(parts))
-        every = {name: values[every["mask"] > 0] for name, values in every.items()}
+        every = {name: values[: len(source)] for name, values in every.items()}  # no padding
         metrics = {
             "eval/loss": float(np.mean(every["loss"], dtype=np.float64)),
             "eval/accuracy": float(np.mean(every["predicted"] == every["label"])),
@@ -72,8 +72,8 @@ def make_eval_step(
 ) -> Callable[[dict, dict, Batch], dict[str, Any]]:
     """Builds the evaluation step, `(params, model_state, batch) -> results`.
 
-    The results are per example: 'loss', 'label', 'predicted' (the class) and 'mask' (0 for
-    padding). `mean` and `std` are per channel, for pixels scaled to [0, 1].
+    The results are per example: 'loss', 'label' and 'predicted' (the class). `mean` and `std` are
+    per channel, for pixels scaled to [0, 1].
     """
 
     def eval_step(params: dict, model_state: dict, batch: Batch) -> dict[str, Any]:
@@ -84,7 +84,6 @@ def make_eval_step(
             "loss": optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]),
             "label": batch["label"],
             "predicted": logits.argmax(-1),
-            "mask": batch["mask"],
         }
 
     return eval_step
