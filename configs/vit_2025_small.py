@@ -68,7 +68,8 @@ def get_config(
     config.model.drop_path = 0.1
     config.model.dtype = "bfloat16"
     config.model.base_init = "pytorch"
-    # All schemes take this option, so that --schemes=A,B keeps learned positions from every row.
+    # All schemes but impulse_2024 and impulse_mimetic, which always replace learned positions, take
+    # this option, so that --schemes=A,B keeps them in every row.
     config.attention_init = dict(name=scheme, replace_positions=False)
 
     config.augment.crop = "resized"

@@ -79,7 +79,7 @@ def main(overrides: command_line.Overrides) -> None:
     """Draws up to 48 images of the batch with their targets."""
     config = command_line.read_config(overrides)
     path = command_line.out_path("batch.png")
-    if path.suffix != ".png":  # a folder
+    if path.suffix.lower() != ".png":  # a folder
         path /= "batch.png"
     step = FLAGS.step
     images, targets, dataset = training_batch(config, step)

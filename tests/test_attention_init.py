@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import pickle
 import re
 
 import jax
@@ -156,23 +155,3 @@ def test_positions_are_scaled_or_replaced_but_not_both(name, library_promotion):
 def test_options_without_meaning_for_a_site_are_refused(site_type, options):
     with pytest.raises(InputError, match=f"{next(iter(options))}.*{site_type.__name__}"):
         attention_init.impulse(**options)(RNG, SITES[site_type])
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("impulse", dict(kernel_size=3, target_mass=0.3)),
-        ("impulse_mimetic", dict(kernel_size=3, target_mass=0.1)),
-        ("impulse_2024", dict(kernel_size=3, max_steps=10_000)),
-        ("impulse_2025", dict(query_key_norm=7.0, target_scale=1000.0, target_noise=3.0)),
-    ],
-)
-def test_a_scheme_shows_the_options_that_are_not_the_documented_defaults(name, options):
-    assert repr(SCHEMES[name](**options)) == f"{name}()"
-    assert repr(attention_init.impulse(kernel_size=5)) == "impulse(kernel_size=5)"
-
-
-@pytest.mark.parametrize("name", SCHEMES)
-def test_a_pickled_scheme_is_the_same_scheme(name):
-    scheme = SCHEMES[name](**({"kernel_size": 5} if name == "impulse" else {}))
-    assert repr(pickle.loads(pickle.dumps(scheme))) == repr(scheme)

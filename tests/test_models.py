@@ -117,7 +117,9 @@ def test_images_that_the_model_was_not_built_for_are_refused(family, shape):
         make(family)(jnp.zeros(shape))
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((1, 8, 8, 1), "uint8"), ((8, 8, 1), "float32")])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((1, 8, 8, 1), "uint8"), ((8, 8, 1), "float32"), ((8, 8), "float32")]
+)
 def test_images_that_are_not_normalized_or_no_batch_are_refused(shape, dtype):
     embed = inspect.unwrap(PatchEmbedding.__call__)  # without the tests' type checker
     with pytest.raises(InputError, match=rf"^images have type {dtype}"):

@@ -1,10 +1,11 @@
 import inspect
 
+import jax
 import numpy as np
 import pytest
 
 import structinit_jax as si
-from structinit_jax.attention_init.sites import check_scheme, check_weights, sincos_positions
+from structinit_jax.attention_init.sites import check_weights, draw_stacks, sincos_positions
 from structinit_jax.errors import InputError
 
 
@@ -41,4 +42,4 @@ def test_sites_of_the_users_own_take_weights_of_their_own():
 @pytest.mark.parametrize("scheme", [si.impulse, "impulse"])
 def test_a_scheme_is_a_function_of_rng_and_site(scheme):
     with pytest.raises(InputError, match=r"^attention_init="):
-        check_scheme(scheme)  # as initialize and models do
+        inspect.unwrap(draw_stacks)(scheme, [], jax.random.key(0))  # as initialize and models do

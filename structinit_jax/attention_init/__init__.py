@@ -27,7 +27,6 @@ of a head, target map H [N, N] of a convolution, attention map M = softmax(σ X 
 
 from __future__ import annotations  # so that signatures show the names of checked types
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -317,47 +316,27 @@ def _by_site(
         needs = "left out with replace_positions=True: it scales learned positions that are kept"
         scale = changed.get("position_scale")
         require("position_scale", scale, needs, scale is None)
-    bound = {}
-    for site_type, function in functions.items():
-        taken = options.keys() & inspect.signature(function).parameters.keys()
-        bound[site_type] = partial(function, **{name: options[name] for name in taken})
-    return _Scheme(scheme.__name__, changed, bound)
 
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class _Scheme:
-    """A scheme with its options: `scheme(rng, site)` returns the weights of a site."""
-
-    name: str
-    changed: Mapping[str, Any]  # the options that do not have their default values
-    functions: Mapping[type, partial[Weights]]  # with the options that each accepts, by site
-
-    def __repr__(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in self.changed.items())
-        return f"{self.name}({options})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the name and the options, because jitted functions cannot be pickled."""
-        return partial(SCHEMES[self.name], **self.changed), ()
-
-    def __call__(self, rng: jax.Array, site: Site) -> Weights:
-        """Returns the weights of a site; warns if its targets are out of reach."""
+    def initialize_site(rng: jax.Array, site: Site) -> Weights:
         kind = type(site)
-        if kind not in self.functions:
-            known = ", ".join(site_type.__name__ for site_type in self.functions)
+        if kind not in functions:
+            known = ", ".join(site_type.__name__ for site_type in functions)
             raise InputError(
-                f"{self.name}(…)(rng, site) is for {known}, not for a {kind.__name__}: use another "
-                "scheme"
+                f"{scheme.__name__}(…)(rng, site) is for {known}, not for a {kind.__name__}: use "
+                "another scheme"
             )
-        function = self.functions[kind]
-        for name in self.changed.keys() - function.keywords.keys():
+        function = functions[kind]
+        taken = options.keys() & inspect.signature(function).parameters.keys()
+        for name in changed.keys() - taken:
             raise InputError(
-                f"{name}={self.changed[name]!r} does not apply to a {kind.__name__}: leave it out"
+                f"{name}={changed[name]!r} does not apply to a {kind.__name__}: leave it out"
             )
         # TPUs would multiply in bfloat16, which is too coarse for a solve and crashes the compiler.
         with jax.default_matmul_precision("highest"):
-            weights = function(rng, site)
+            weights = function(rng, site, **{name: options[name] for name in taken})
         report = getattr(weights, "report", None)
         if report and is_concrete(report.hit_rate) and (message := reach_warning(report)):
             warn(message)
         return weights
+
+    return initialize_site

@@ -7,7 +7,7 @@ and `impulse`.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -235,11 +235,3 @@ def draw_flat(
     generator, and takes up to 20 times as long to compile a draw over several axes.
     """
     return draw(rng, (math.prod(shape),)).reshape(shape)
-
-
-def split_by_stack(rng: PRNGKeyArray, count: int) -> Sequence[PRNGKeyArray] | Array:
-    """Returns the key of each stack of a model; a single stack gets `rng` itself.
-
-    Our models and `interop` share this function so that both draw the same weights.
-    """
-    return [rng] if count == 1 else jax.random.split(rng, count)

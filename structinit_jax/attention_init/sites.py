@@ -7,7 +7,7 @@ from __future__ import annotations  # so that signatures show the names of check
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
@@ -192,7 +192,7 @@ class ConvSite(_Site):
 
 
 class SolveReport(NamedTuple):
-    """How close the attention maps are to their targets, as scalars averaged over the filters.
+    """How close the attention maps are to their targets, as scalars averaged over filters or heads.
 
     At an `AttentionSite` with more than 1,024 tokens, `impulse` solves for a subset of the rows,
     and its report covers only these.
@@ -264,8 +264,12 @@ Weights = AttentionWeights | TokenMixingWeights | ConvWeights
 AttentionInit = Callable[[jax.Array, Site], Weights]
 
 
-def check_scheme(scheme: Any) -> None:
-    """Raises `InputError` unless `scheme(rng, site)` can be called."""
+def draw_stacks(scheme: AttentionInit, sites: Sequence[Site], rng: jax.Array) -> list[Weights]:
+    """Returns a scheme's weights for each stack of a model; a single stack gets `rng` itself.
+
+    Our models and `interop` share this function so that both draw the same weights. Raises
+    `InputError` unless `scheme(rng, site)` can be called and returns weights that its site can use.
+    """
     try:
         inspect.signature(scheme).bind("rng", "site")
     except (TypeError, ValueError) as error:
@@ -273,6 +277,12 @@ def check_scheme(scheme: Any) -> None:
             f"attention_init={getattr(scheme, '__name__', repr(scheme))} must be a function of "
             "(rng, site): call the scheme, as in impulse()"
         ) from error
+    rngs = [rng] if len(sites) == 1 else jax.random.split(rng, len(sites))
+    weights = []
+    for stack_rng, site in zip(rngs, sites, strict=True):
+        weights.append(scheme(stack_rng, site))
+        check_weights(weights[-1], site)
+    return weights
 
 
 def check_weights(weights: Any, site: Any) -> None:

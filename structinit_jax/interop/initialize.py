@@ -17,14 +17,12 @@ from structinit_jax.attention_init import (
     RotarySite,
     WindowSite,
 )
-from structinit_jax.attention_init.draws import split_by_stack
 from structinit_jax.attention_init.sites import (
     GRID,
     AttentionStack,
     Grid,
-    check_scheme,
     check_shape,
-    check_weights,
+    draw_stacks,
 )
 from structinit_jax.errors import InputError, require, warn
 from structinit_jax.interop.foreign_model import ForeignModel, find_models, square_grid
@@ -94,7 +92,6 @@ def initialize(
     Raises:
       InputError: An argument is missing, or the model does not fit the scheme.
     """
-    check_scheme(attention_init)
     if grid is not None:
         require("grid", grid, *GRID)
     leaves, rebuild = flatten(params)
@@ -103,10 +100,8 @@ def initialize(
     if grid is not None:
         grids = [site.grid for site in sites]
         require("grid", grid, f"one of the windows {grids}, or left out", grids.__contains__)
-    rngs = split_by_stack(rng, len(models))
-    for model, site, site_rng in zip(models, sites, rngs, strict=True):
-        weights = attention_init(site_rng, site)
-        check_weights(weights, site)
+    drawn = draw_stacks(attention_init, sites, rng)
+    for model, site, weights in zip(models, sites, drawn, strict=True):
         for name, new in _write(model, weights, site.grid).items():
             check_array(name, leaves[name])
             leaves[name] = like(new, leaves[name])

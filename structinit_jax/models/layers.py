@@ -150,19 +150,25 @@ class PatchEmbedding(nnx.Module):
     ) -> Float[Array, "B rows cols D"]:
         """Returns one token per patch.
 
-        Raises `InputError` for integer images, a wrong number of channels or, if `grid` is given,
-        another grid.
+        Raises `InputError` for integer images, a wrong number of channels, sides that are no
+        multiples of p or, if `grid` is given, another grid.
         """
         p, _, channels, _ = self.kernel.shape
-        rows, cols = grid or (side // p for side in images.shape[1:3])
+        if grid:
+            sides = grid[0] * p, grid[1] * p
+            needs = f"(B, {sides[0]}, {sides[1]}, {channels})"
+        else:
+            sides = images.shape[1:3]
+            needs = f"(B, H, W, {channels}), with H and W multiples of {p}"
         # Otherwise the product would broadcast a kernel with a single channel, and positions would
         # fit any grid with the same number of tokens. Integers are pixels before normalization.
-        shape = (rows * p, cols * p, channels)
-        if images.shape[1:] != shape or not jnp.issubdtype(images.dtype, jnp.floating):
+        fits = images.shape[1:] == (*sides, channels) and not any(side % p for side in sides)
+        if not fits or not jnp.issubdtype(images.dtype, jnp.floating):
             raise InputError(
                 f"images have type {images.dtype} and shape {images.shape}, but the model needs "
-                f"normalized floating-point images of shape (B, {', '.join(map(str, shape))})"
+                f"normalized floating-point images of shape {needs}"
             )
+        rows, cols = (side // p for side in sides)
         # A batch that is sharded over an explicit mesh needs two reshapes instead of one.
         batch = images.shape[0]
         patches = images.reshape(batch, rows, p, cols * p, channels)

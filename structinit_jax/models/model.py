@@ -25,8 +25,7 @@ from structinit_jax.attention_init import (
     Site,
     Weights,
 )
-from structinit_jax.attention_init.draws import split_by_stack
-from structinit_jax.attention_init.sites import check_scheme, check_shape, check_weights
+from structinit_jax.attention_init.sites import check_shape, draw_stacks
 from structinit_jax.errors import PositiveInt, require
 from structinit_jax.models.layers import RESIDUAL, Rng, StackedBlock, set_weight
 
@@ -69,7 +68,8 @@ class Model(nnx.Module):
       num_classes: Number of classes.
       patch_size: Side of a patch in pixels.
       width: Number of channels D of a token.
-      drop_path: Rate of the last block, rising linearly from 0; in MLP-Mixer, that of every block.
+      drop_path: Rate of the last block, rising linearly from 0 in the first; in MLP-Mixer, that of
+        every block.
       base_init: Initial weights: 'timm' for those of timm's model, or 'pytorch' for the defaults of
         PyTorch's layers, which timm keeps in ConvMixer.
       dtype: Type of the computation, 'float32' or 'bfloat16'. Parameters are float32.
@@ -153,12 +153,10 @@ class Model(nnx.Module):
         model for each scheme. Returns what the scheme returned for each stack, by name. Raises
         `InputError` if the scheme does not fit the model.
         """
-        check_scheme(scheme)
         sites = self.sites()
-        stacks = zip(sites.items(), split_by_stack(rng, len(sites)), strict=True)
-        weights = {name: scheme(stack_rng, site) for (name, site), stack_rng in stacks}
+        drawn = draw_stacks(scheme, list(sites.values()), rng)
+        weights = dict(zip(sites, drawn, strict=True))
         for name, of_stack in weights.items():
-            check_weights(of_stack, sites[name])
             if isinstance(of_stack, AttentionWeights):
                 self._set_positions(sites[name], of_stack)
                 if of_stack.patch_bias is not None:
