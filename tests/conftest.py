@@ -32,6 +32,18 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+LONG = (  # files that take more than about 20 s
+    *("test_absolute", "test_analyse", "test_colab", "test_distributed", "test_documents"),
+    *("test_grid", "test_main", "test_model_programs", "test_models", "test_plugins"),
+    *("test_step", "test_train"),
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Starts with the long files, so that both workers end at about the same time."""
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory):
     """Compiles identical programs of all tests, their commands and both workers only once."""

@@ -19,9 +19,19 @@ from pathlib import Path
 
 import jaxlib.version
 
+os.environ.setdefault("MPLBACKEND", "Agg")  # before the server imports matplotlib
 ROOT = Path(__file__).parent.parent
 CONTEXT = multiprocessing.get_context("forkserver")
-MODULES = ["structinit_jax.dry_run", "structinit_jax.training.train"]
+# Modules that commands import when they need them; not those that are commands themselves.
+MODULES = [
+    "structinit_jax.dry_run",
+    "structinit_jax.training.train",
+    "structinit_jax.training.figures",
+    "structinit_jax.analysis.figures",
+    "structinit_jax.compare.grid",
+    "orbax.checkpoint",
+    "tensorboardX",
+]
 CONTEXT.set_forkserver_preload(["pytest", *MODULES])
 # The tests spend most of their time compiling; the first and last flags cut it to a quarter. The
 # second disables fused multiply-add instructions, so that programs do not round differently. The

@@ -89,8 +89,7 @@ def test_the_notebook_runs_top_to_bottom(name, tmp_path):
     # The cells write their figures to the current directory.
     start = f"import os; os.chdir({str(tmp_path)!r})"
     script.write_text("\n".join([DISPLAY, start, *small, cells, AFTER[name]]))
-    variables = dict(MPLBACKEND="Agg")
-    result = fork_main.run(module=str(script), timeout=600, **variables)
+    result = fork_main.run(module=str(script), timeout=600)
     assert "Warning" not in result.stderr
 
 

@@ -41,8 +41,8 @@ def outcome(name):
         return jnp.sum(logits * cotangent), (logits, out)
 
     if name != WITH_GRADIENT:
-        return *jax.jit(loss)(params)[1], None
-    gradient, (logits, out) = jax.jit(jax.grad(loss, has_aux=True))(params)
+        return *jax.device_get(jax.jit(loss)(params)[1]), None
+    gradient, (logits, out) = jax.device_get(jax.jit(jax.grad(loss, has_aux=True))(params))
     return logits, out, to_timm(nnx.merge(graphdef, gradient))
 
 
