@@ -38,7 +38,7 @@ def reference(request):
     """timm's recorded arrays, by key, and our model with timm's weights."""
     arrays = references.part(references.load("convmixer"), request.param)
     sizes = dict(image_size=(12, 20), channels=3, width=16, kernel_size=KERNEL_SIZES[request.param])
-    model = make(**sizes)
+    model = nnx.eval_shape(lambda: make(**sizes))
     from_timm(model, references.part(arrays, "state"))
     return arrays, model
 

@@ -5,7 +5,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from conftest import make_batch, make_tiny_config, place, set_up
+from conftest import make_batch, make_tiny_config, place, read_metrics, set_up
 
 from structinit_jax import evaluate
 from structinit_jax.config import base_config
@@ -23,6 +23,12 @@ def shared_config():
     config.model, config.attention_init = base.model, base.attention_init
     config.model.update(num_classes=10, width=16, depth=2, kernel_size=4, spatial_filters="fixed")
     return config
+
+
+def without_times(workdir):
+    times = ("second", "seconds", "wait")
+    lines = read_metrics(workdir)
+    return [{name: v for name, v in line.items() if not name.endswith(times)} for line in lines]
 
 
 def test_one_and_eight_devices_normalize_by_the_global_batch(config, setup, first_state):
@@ -53,6 +59,7 @@ def test_runs_update_statistics_but_not_fixed_filters_and_resume_both(
         for name in ("whole", "killed")
     )
     jax.tree.map(np.testing.assert_array_equal, *jax.device_get((whole, resumed)))
+    assert without_times(tmp_path / "killed") == without_times(tmp_path / "whole")
     fresh, found = first_state.model_state["blocks"], jax.device_get(whole.model_state)["blocks"]
     assert set(np.unique(fresh["spatial"]["kernel"])) == {0, 1}  # the scheme's impulses
     assert fresh["spatial"].keys() == {"kernel", "bias"}

@@ -54,7 +54,8 @@ def wide_config(tiny_config):
 
 @pytest.mark.slow
 def test_data_parallel_devices_exchange_gradients_and_nothing_else(wide_config):
-    wide_config.augment.update(RECIPE, mix_group=8)  # as many images as a device holds
+    # As many images as a device holds; for RandAugment see test_augment.py.
+    wide_config.augment.update(RECIPE, mix_group=8, rand_augment="")
     wide_config.model.drop_path = 0.1
     setup, step = compile_step(wide_config)
     loss = 4  # bytes; there is no accuracy with mixing

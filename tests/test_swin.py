@@ -31,7 +31,7 @@ def make(name, **options):
 @functools.cache
 def outcome(name):
     """Logits, intermediates and, in timm's layout, the gradient of sum(cotangent · logits)."""
-    model = make(name)
+    model = nnx.eval_shape(lambda: make(name))
     from_timm(model, references.part(REFERENCES, f"{name}/weights"))
     graphdef, params, _ = split_model(model)
     images, cotangent = (jnp.asarray(REFERENCES[f"{name}/{k}"]) for k in ("images", "cotangent"))
