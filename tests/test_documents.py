@@ -176,8 +176,9 @@ def test_the_examples_in_docstrings_run():
 
 # Commands that download data, train for hours, or are covered by test_analyse.py.
 LEFT_OUT = ("pip", "ruff", "pytest", "#!", "exec", "cifar10", "--table=", "analyse")
-# Appended to commands of `main`, so that they take seconds.
+# For commands of `main`, so that they take seconds.
 QUICK = [*fork_main.TINY[1:], "--config.data.image_size=8", "--config.num_steps=2"]
+QUICK += ["--config.attention_init.name=default"]
 
 
 def commands(page):
@@ -208,5 +209,5 @@ def test_the_commands_run(page, tmp_path):
             script.write_text(module)
             module = script
         if module == "structinit_jax.main":
-            words += QUICK
+            words = QUICK + words
         fork_main.run(*words, module=str(module), folder=tmp_path)

@@ -23,11 +23,11 @@ def test_the_file_has_the_weights_of_the_newest_checkpoint(run_config, finished_
     run_config.batch_size = 9  # does not fit the devices
     assert export.export(run_config, finished_run.workdir, tmp_path) == 12
     options = run_config.model.to_dict() | {"image_size": 8}
-    loaded = create_model(options, channels=1, rngs=nnx.Rngs(9))
+    loaded = nnx.eval_shape(lambda: create_model(options, channels=1, rngs=nnx.Rngs(9)))
     from_timm(loaded, load_file(tmp_path / "model.safetensors"))
-    images = jax.random.normal(jax.random.key(0), (2, 8, 8, 1))
-    expected = nnx.merge(model.graphdef, params, {})(images)[0]
-    np.testing.assert_allclose(loaded(images)[0], expected, atol=1e-6)
+    images = np.random.default_rng(0).normal(size=(2, 8, 8, 1)).astype(np.float32)
+    expected = jax.jit(nnx.merge(model.graphdef, params, {}))(images)[0]
+    np.testing.assert_allclose(jax.jit(loaded)(images)[0], expected, atol=1e-6)
 
 
 # timm's ImageFolder orders these names as 1, 2, 10, apple, "cat ", Zebra; with the map, its labels
