@@ -20,7 +20,7 @@ SMALL = {  # replaces the parameter cell
     "quickstart": dict(EPOCHS=0.4, WORKDIR=""),
     "compare": dict(EPOCHS=0.4, SEEDS=1, SCHEMES=["impulse"], WORKDIR=""),
     "why_it_works": dict(
-        EPOCHS=0.2, SEEDS=1, CONVMIXERS=["fixed impulse"], VITS=["default"], WORKDIR=""
+        EPOCHS=0.13, SEEDS=1, CONVMIXERS=["fixed impulse"], VITS=["default"], WORKDIR=""
     ),
     "your_own_model": dict(DEPTH=2),
 }

@@ -1,18 +1,14 @@
 """Runs with several processes on this machine, through the public command."""
 
-import functools
 import shutil
 import signal
 
 import fork_main
-import jax
 import numpy as np
 import pytest
 from conftest import read_metrics
 from etils import epath
 
-from structinit_jax import evaluate
-from structinit_jax.config import load_run_config
 from structinit_jax.errors import InputError
 from structinit_jax.training import distributed, train, workdir
 
@@ -51,41 +47,36 @@ def losses(folder):
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_processes_and_devices_and_stops_together(tmp_path):
-    def arguments(folder, num_steps, fsdp=1):
-        fields = [f"--config.num_steps={num_steps}", f"--config.fsdp={fsdp}"]
+    def arguments(folder, *more):
+        fields = ["--config.num_steps=12", "--config.checkpoint_every_steps=6", *more]
         return [*TINY, *fields, f"--workdir={tmp_path / folder}"]
 
-    result = start(4, *arguments("one", 20), "--config.checkpoint_every_steps=10").wait()
+    result = start(4, *arguments("one")).wait()
     assert result.returncode == 0, result
     expected, changed = losses(tmp_path / "one"), tmp_path / "changed"
     shutil.copytree(tmp_path / "one", changed)
-    shutil.rmtree(changed / "checkpoints" / "20")
+    shutil.rmtree(changed / "checkpoints" / "12")
 
     # The state is split over both processes. A signal to one of them before the first step stops
-    # both after that step.
-    pair = start_two(*arguments("changed", 20, fsdp=8))
+    # both after that step, which they also evaluate.
+    evaluates = "--config.eval_every_epochs=0.3116"  # after 7 of 22.47 steps
+    pair = start_two(*arguments("changed", "--config.fsdp=8", evaluates))
     pair[1].wait_for("has joined")
     pair[1].kill(signal.SIGTERM)
-    results = [command.wait() for command in pair]
-    assert [result.returncode for result in results] == [train.PREEMPTED_EXIT_CODE] * 2, results
-    assert all("stopped by a signal after step 11 " in result.stderr for result in results)
-    assert "resumed from step 10" in results[0].stdout
-
-    pair = start_two(*arguments("changed", 20, fsdp=2))
     first, second = results = [command.wait() for command in pair]
-    assert first.returncode == second.returncode == 0, results
-    assert "devices: 8 × cpu (2 processes), each copy of the state on 2" in first.stdout
-    assert "resumed from step 11" in first.stdout
-    assert "done: accuracy" in first.stdout
+    assert [result.returncode for result in results] == [train.PREEMPTED_EXIT_CODE] * 2, results
+    assert all("stopped by a signal after step 7 " in result.stderr for result in results)
+    assert "devices: 8 × cpu (2 processes), each copy of the state on 8" in first.stdout
+    assert "resumed from step 6" in first.stdout
+    assert "step 7  eval loss" in first.stdout
     assert "step" not in second.stdout
+
+    result = start(4, *arguments("changed")).wait()
+    assert result.returncode == 0, result
+    assert "resumed from step 7" in result.stdout
     actual = losses(changed)
     assert list(actual) == list(expected)  # every line once
     np.testing.assert_allclose(list(actual.values()), list(expected.values()), rtol=1e-5)
-    # One process reads what two have written.
-    config = load_run_config(changed)
-    restored = [evaluate.restore_model(config, tmp_path / name)[1] for name in ("one", "changed")]
-    close = functools.partial(np.testing.assert_allclose, atol=1e-4)
-    jax.tree.map(close, *(state.params for state in restored))
 
 
 def test_a_process_started_alone_and_a_mistake_that_one_process_sees_end_the_run(tmp_path):

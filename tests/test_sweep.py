@@ -13,12 +13,11 @@ from structinit_jax.training import build
 
 
 @pytest.mark.usefixtures("library_promotion")
-@pytest.mark.filterwarnings("ignore:only .* of the attention rows")
 def test_runs_that_train_at_once_equal_single_runs(run_config, caplog):
     script = runpy.run_path(str(fork_main.ROOT / "benchmarks" / "sweep.py"))
     run_config.num_steps = 3
     run_config.augment.flip = 0.5
-    texts = ["default", "impulse_2024:max_steps=3,first_input='uniform'"]
+    texts = ["default", "mimetic:value_scale=0.5"]
     schemes = [script["read_scheme"](text) for text in texts]
     run_config.ema_decay = 0.9
     with pytest.raises(InputError, match="ema_decay"):
@@ -30,12 +29,12 @@ def test_runs_that_train_at_once_equal_single_runs(run_config, caplog):
     (accuracy,) = accuracies.values()
     assert accuracy.shape == (2, 4)
 
-    # The last run: seed 1, impulse_2024, twice the learning rate.
+    # The last run: seed 1, mimetic, twice the learning rate.
     run_config.seed = 1
     run_config.learning_rate *= 2
     run_config.warmup_learning_rate *= 2
     run_config.final_learning_rate *= 2
-    run_config.attention_init = dict(name="impulse_2024", max_steps=3, first_input="uniform")
+    run_config.attention_init = dict(name="mimetic", value_scale=0.5)
     run = set_up(run_config, jax.devices()[:1])
     expected = run.initialize()
     source = build.open_split(run_config, build.open_data(run_config), "train_split")
