@@ -50,8 +50,7 @@ def attend_and_differentiate(attend):
     ("changes", "expected"),
     [
         ({}, [1, 1]),
-        (dict(pool="class_token"), [1, 1]),  # an odd number of tokens
-        (dict(pool="class_token", positions="rope"), [1, 1]),
+        (dict(pool="class_token", positions="rope"), [1, 1]),  # an odd number of tokens
         (dict(remat="dots"), [2, 1]),
         (dict(remat="full"), [2, 1]),
     ],
@@ -66,7 +65,6 @@ def test_cuda_programs_call_cudnn_and_hold_no_maps(cudnn, changes, expected):
 def test_runs_under_vmap_share_one_call(cudnn):
     model = make("vit", **BF16, depth=1, pool="class_token")
     images = jnp.stack([IMAGES, -IMAGES])
-    assert calls(lower(jax.vmap(gradient(model)), images)) == [1, 1]
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), model)
     step = jax.vmap(jax.vmap(lambda model, x: gradient(model)(x), (0, None)), (None, 0))
     assert calls(lower(step, stacked, images)) == [1, 1]
@@ -138,7 +136,9 @@ def test_gpus_older_than_ampere_run_xlas_attention(monkeypatch, capability, old)
     assert attention._has_old_gpu() == old
 
 
-LARGE = [jax.random.normal(jax.random.key(i), (16, 128, 8, 4)) for i in range(4)]
+LARGE = list(
+    map(jnp.asarray, np.random.default_rng(0).standard_normal((4, 16, 128, 8, 4), np.float32))
+)
 
 
 def test_cpus_compute_large_maps_image_by_image():

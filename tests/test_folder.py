@@ -1,9 +1,6 @@
-import runpy
 import shutil
 
-import fork_main
 import jax
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -148,26 +145,3 @@ def test_a_folder_of_classes_is_the_split_train(root, tmp_path_factory):
         shutil.copytree(flat, flat.parent / "other" / name)
     with pytest.raises(InputError, match="no class folders with images"):
         open_dataset("folder", flat.parent / "other")
-
-
-def test_cifar10_is_written_in_its_original_order(root):
-    script = runpy.run_path(str(fork_main.ROOT / "benchmarks" / "cifar10_folder.py"))
-    places = {"train_00000": 9, "train_00001": 1, "train_00002": 18}  # red values of `root`
-    files = {
-        int(path.stem) + 10 * label: path
-        for label, name in enumerate(CLASSES)
-        for path in (root / "train" / name).iterdir()
-    }
-    examples = [
-        {"id": name.encode(), "image": files[red].read_bytes(), "label": red // 10}
-        for name, red in reversed(places.items())
-    ]
-    script["write"](examples, CLASSES, root / "test")
-    written = sorted((root / "test").rglob("*.jpg"))
-    assert [str(path.relative_to(root / "test")) for path in written] == [
-        "Birch/0000.jpg",
-        "apple/0000.jpg",
-        "apple/0001.jpg",
-    ]
-    reds = [Image.open(path).getpixel((0, 0))[0] for path in written]
-    np.testing.assert_allclose(reds, [18, 9, 1], atol=3)
