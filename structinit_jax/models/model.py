@@ -178,8 +178,9 @@ class Model(nnx.Module):
 class _RngStream(nnx.RngStream):
     """An `nnx.RngStream` that counts its keys in Python.
 
-    NNX counts them in an array. When JAX traces the creation of a model, every key then looks up an
-    attribute that tracers lack, for which JAX formats the traced program: most of the trace.
+    Flax 0.12.8 counts them in an array. When JAX traces the creation of a model, every key then
+    looks up an attribute that tracers lack, for which JAX formats the traced program: most of the
+    trace. With Flax 0.12.12, `nnx.Rngs` is as fast.
     """
 
     num_keys: int = 0
@@ -191,7 +192,7 @@ class _RngStream(nnx.RngStream):
 
 
 def make_rngs(rng: PRNGKeyArray) -> nnx.Rngs:
-    """Returns `nnx.Rngs(rng)`, but faster to trace."""
+    """Returns `nnx.Rngs(rng)`, but faster to trace with Flax 0.12.8."""
     rngs = nnx.Rngs(rng)
     rngs.default = _RngStream(rng, tag="default")
     return rngs
