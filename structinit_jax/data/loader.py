@@ -246,9 +246,10 @@ def _gather_batch(sharding, image_shape, images, labels, order, offset, batch_si
     indices = jax.lax.dynamic_slice_in_dim(order, offset, batch_size)
     # Each device gathers only its own part.
     indices = jax.lax.with_sharding_constraint(indices, sharding)
+    # By default, `take` would look for indices that are out of bounds.
     batch = {
-        "image": jnp.take(images, indices, axis=0).reshape(batch_size, *image_shape),
-        "label": jnp.take(labels, indices),
+        "image": jnp.take(images, indices, axis=0, mode="clip").reshape(batch_size, *image_shape),
+        "label": jnp.take(labels, indices, mode="clip"),
     }
     return batch, offset + batch_size
 
