@@ -233,14 +233,14 @@ def test_a_comparison_stops_and_resumes(start, tmp_path):
         return train.train(config, workdir, **options)
 
     with pytest.raises(StoppedError) as error:
-        start(["default"], [0, 1], train=stopped)
+        start(["default"], [0], train=stopped)
     assert error.value.exit_code == train.PREEMPTED_EXIT_CODE
-    assert "| default | 0 of 2 |" in (tmp_path / "report.md").read_text()
+    assert "| default | 0 of 1 |" in (tmp_path / "report.md").read_text()
 
-    assert start(["default"], [0, 1], train=resumed)[0] == 0
+    assert start(["default"], [0], train=resumed)[0] == 0
     assert "resumed from step 7" in (tmp_path / "default" / "seed_0" / "log.txt").read_text()
     text = (tmp_path / "report.md").read_text()
-    assert "| default | 2 of 2 |" in text
+    assert "| default | 1 of 1 |" in text
     # The report can be regenerated from the files alone.
     (tmp_path / "report.md").unlink()
     report.write_report(tmp_path)

@@ -192,14 +192,14 @@ def test_other_policies_are_refused(string):
 
 
 def test_operations_are_applied_in_sequence():
-    policy = parse("rand-m9-mstd0.5-inc1-n4")
+    policy = parse("rand-m9-mstd0.5-inc1-n2")
     sources = IMAGES["photographs"] * 22
     rngs = jax.random.split(jax.random.key(3), len(sources))
     drawn = jax.tree.map(np.asarray, draw(rngs, policy))
     out = apply(to_batch(sources), drawn)
     expected = []
     for row, image in enumerate(sources):
-        for place in range(4):
+        for place in range(2):
             operation, argument, bicubic = (field[row, place] for field in drawn)
             if operation == NO_OPERATION:
                 continue
