@@ -118,10 +118,10 @@ def test_commands_and_flags_in_the_docstring_work(path):
 
 
 @pytest.mark.usefixtures("library_promotion")
-def test_every_scheme_fits_its_family():
+@each_file
+def test_every_scheme_fits_its_family(path):
     distinct = {
-        f"{config.model.name} {config.model.get('positions')} {config.attention_init}": config
-        for path in CONFIGS
+        f"{config.model.name} {config.attention_init}": config
         for config in load_rows(path).values()
     }
     for config in distinct.values():
@@ -129,8 +129,9 @@ def test_every_scheme_fits_its_family():
 
 
 @pytest.mark.usefixtures("library_promotion")
-def test_a_training_step_can_be_traced():
-    config = load_config(ROOT / "configs" / "vit_2024_imagenet.py")
+@pytest.mark.parametrize("name", ["vit_2024_imagenet", "vit_2025_imagenet"])
+def test_a_training_step_can_be_traced(name):
+    config = load_config(ROOT / "configs" / f"{name}.py")
     config.data.drop_remainder = False  # fewer examples than a batch
     setup = set_up(config)
     before = setup.abstract_state

@@ -238,3 +238,5 @@ def test_a_full_disk_ends_the_run_and_leaves_its_checkpoints(longer_config, work
             train.train(longer_config, workdir)
     assert stopped.value.exit_code == 1
     assert checkpoint.find_step(workdir / "checkpoints") == 12
+    train.train(longer_config, workdir)
+    assert [m["step"] for m in read_metrics(workdir) if "train/loss" in m][-6:] == [*range(13, 19)]

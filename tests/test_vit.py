@@ -18,7 +18,7 @@ from structinit_jax.models.timm import from_timm, select_weights, to_timm
 from structinit_jax.models.vit import VisionTransformer
 from structinit_jax.training.state import split_model
 
-WITH_GRADIENTS = ("class_token", "rope_class_token")  # with a layer scale
+WITH_GRADIENTS = ("class_token", "layer_scale", "rope_class_token")
 SIZES = dict(image_size=8, patch_size=2, channels=1, num_classes=10, width=16, depth=3, num_heads=2)
 IMAGES = jnp.asarray(np.random.default_rng(1).standard_normal((2, 8, 8, 1), np.float32))
 
