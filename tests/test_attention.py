@@ -65,6 +65,7 @@ def test_cuda_programs_call_cudnn_and_hold_no_maps(cudnn, changes, expected):
 def test_runs_under_vmap_share_one_call(cudnn):
     model = make("vit", **BF16, depth=1, pool="class_token")
     images = jnp.stack([IMAGES, -IMAGES])
+    assert calls(lower(jax.vmap(gradient(model)), images)) == [1, 1]
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), model)
     step = jax.vmap(jax.vmap(lambda model, x: gradient(model)(x), (0, None)), (None, 0))
     assert calls(lower(step, stacked, images)) == [1, 1]

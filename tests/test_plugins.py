@@ -20,6 +20,7 @@ from structinit_jax.attention_init import SCHEMES
 from structinit_jax.errors import InputError
 from structinit_jax.training import build, sharding, train
 from structinit_jax.training.state import AbstractModel, make_initializer, split_model
+from structinit_jax.training.step import LOSSES
 
 TINY = """
 from conftest import make_tiny_config
@@ -129,47 +130,41 @@ def run_example(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def hooks(monkeypatch):
-    """The `on_evaluation` hooks that examples pass to `si.train`, which is replaced by a stub."""
-    passed = []
-    monkeypatch.setitem(vars(si), "train", lambda *run, on_evaluation: passed.append(on_evaluation))
-    return passed
+def runs(monkeypatch):
+    """The loss and the hook of each `si.train` in an example, which is replaced by a stub."""
+    started = []
 
-
-@pytest.fixture
-def losses(monkeypatch):
-    """The losses of the configs that examples pass to `si.train`, which is replaced by a stub."""
-    passed = []
-
-    def train(config, workdir):
-        passed.append(errors.find(config.loss, {}, "config.loss"))
+    def train(config, workdir, on_evaluation=None):
+        started.append((errors.find(config.loss, LOSSES, "config.loss"), on_evaluation))
 
     monkeypatch.setitem(vars(si), "train", train)
-    return passed
+    return started
 
 
-def test_the_pages_early_stopping_waits_for_a_better_accuracy(run_example, hooks):
+def test_the_pages_early_stopping_waits_for_a_better_accuracy(run_example, runs):
     run_example("early_stopping")
+    ((_, hook),) = runs
     accuracies = (0.1, 0.1, 0.3, 0.2, 0.3, 0.3)
-    assert [hooks[0](0, {"eval/accuracy": a}) for a in accuracies] == [False] * 5 + [True]
+    assert [hook(0, {"eval/accuracy": a}) for a in accuracies] == [False] * 5 + [True]
 
 
-def test_the_page_logs_to_wandb(run_example, hooks, monkeypatch):
+def test_the_page_logs_to_wandb(run_example, runs, monkeypatch):
     logged = []
     run = types.SimpleNamespace(log=lambda results, step: logged.append((step, results)))
     wandb = types.SimpleNamespace(init=lambda project, config: logged.append(config) or run)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     run_example("log_to_wandb")
-    hooks[0](6, {"eval/accuracy": 0.5})
+    ((_, hook),) = runs
+    hook(6, {"eval/accuracy": 0.5})
     assert logged[0]["data"]["name"] == "digits"
     assert logged[1] == (6, {"eval/accuracy": 0.5})
 
 
 @pytest.mark.usefixtures("library_promotion")
-def test_the_pages_class_weights_balance_the_classes(run_example, losses):
+def test_the_pages_class_weights_balance_the_classes(run_example, runs):
     found = run_example("class_weights")
     np.testing.assert_allclose(found["WEIGHTS"] * found["counts"], 384 / 10, rtol=1e-6)
     targets = np.eye(10, dtype=np.float32)
-    (loss,) = losses
+    ((loss, _),) = runs
     values = loss(np.zeros((10, 10), np.float32), targets)
     np.testing.assert_allclose(values, np.log(10) * found["WEIGHTS"], rtol=1e-6)
