@@ -25,8 +25,8 @@ import numpy as np
 from flax import nnx
 
 from structinit_jax.attention_init import SCHEMES
+from structinit_jax.attention_init.positions import layer_norm, sincos_positions
 from structinit_jax.attention_init.published import PSEUDO_INPUT_EPSILON
-from structinit_jax.attention_init.sites import layer_norm, sincos_positions
 from structinit_jax.attention_init.targets import kernel_maps
 from structinit_jax.augment import AugmentConfig
 from structinit_jax.config import load_config, make_attention_init, set_fields

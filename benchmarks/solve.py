@@ -34,8 +34,8 @@ from structinit_jax.attention_init import (
     sincos_positions,
 )
 from structinit_jax.attention_init.absolute import LEARNED_SOLVE
+from structinit_jax.attention_init.positions import layer_norm
 from structinit_jax.attention_init.published import RESCALE_EVERY
-from structinit_jax.attention_init.sites import layer_norm
 from structinit_jax.attention_init.solve import (
     learned_row_space,
     row_space,

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from etils import epy
 from flax import nnx
 from jaxtyping import Float
 from ml_collections import ConfigDict
@@ -21,11 +20,8 @@ from structinit_jax.errors import InputError, require
 from structinit_jax.files import open_path
 from structinit_jax.training import build, checkpoint, sharding
 from structinit_jax.training import workdir as workdir_lib
-from structinit_jax.training.evaluation import make_evaluator
+from structinit_jax.training.evaluation import make_evaluator, write_by_class
 from structinit_jax.training.state import AbstractModel, TrainState
-
-with epy.lazy_imports():  # imports matplotlib
-    from structinit_jax.training import figures
 
 BATCH_SIZE = 64  # of `Classifier`
 
@@ -78,7 +74,7 @@ def evaluate_checkpoint(
     """Evaluates a checkpoint of a run, possibly on other data, and prints the results.
 
     `step` is 'newest', 'best' or a number. `out`, if set, is an existing folder for the results by
-    class; see `figures.write_by_class`. Raises `InputError` if there is no such checkpoint, if it
+    class; see `write_by_class`. Raises `InputError` if there is no such checkpoint, if it
     does not fit the config, or if the data cannot be used or have different classes.
     """
     dataset = build.open_data(config)
@@ -92,7 +88,7 @@ def evaluate_checkpoint(
     name = f"{dataset.name} {config.data.eval_split}"
     print(f"step {state.step}  {evaluation} on {len(source):,} examples of {name}")
     if out and jax.process_index() == 0:
-        path = figures.write_by_class(out, evaluation.labels, evaluation.predicted, names)
+        path = write_by_class(out, evaluation, names)
         print(f"wrote {path}")
     return evaluation.metrics
 

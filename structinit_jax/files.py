@@ -1,11 +1,13 @@
 """Files of an output directory, on disk or in object storage."""
 
 import contextlib
+import csv
 import errno
+import io
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +104,10 @@ def report_full_disk(workdir: epath.PathLike) -> Iterator[None]:
             "and run the same command again to resume",
             exit_code=1,
         ) from error
+
+
+def csv_text(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Returns a table as the content of a CSV file."""
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows([header, *rows])
+    return file.getvalue()

@@ -26,8 +26,7 @@ from structinit_jax.training.metrics import read_metrics
 from structinit_jax.training.train import train
 
 with epy.lazy_imports():  # most runs need no dry run, and need matplotlib only at evaluations
-    from structinit_jax import dry_run
-    from structinit_jax.training import figures
+    from structinit_jax import dry_run, figures
 
 
 def define_flags() -> None:

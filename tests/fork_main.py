@@ -26,7 +26,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 MODULES = [
     "structinit_jax.dry_run",
     "structinit_jax.training.train",
-    "structinit_jax.training.figures",
+    "structinit_jax.figures",
     "structinit_jax.analysis.figures",
     "structinit_jax.compare.grid",
     "orbax.checkpoint",

@@ -10,7 +10,7 @@ from flax import nnx
 
 import structinit_jax as si
 from structinit_jax.attention_init import absolute, solve
-from structinit_jax.attention_init.sites import layer_norm
+from structinit_jax.attention_init.positions import layer_norm
 from structinit_jax.attention_init.targets import filter_maps
 from structinit_jax.errors import InputError
 

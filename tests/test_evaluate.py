@@ -16,6 +16,7 @@ from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.images import CenterCrop, StoredImage
 from structinit_jax.errors import InputError
 from structinit_jax.training import checkpoint, sharding
+from structinit_jax.training.evaluation import Evaluation, write_by_class
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -140,3 +141,14 @@ def test_files_that_are_no_images_are_named(classify, tmp_path):
 def test_what_is_no_list_of_paths_is_refused(classify, files):
     with pytest.raises(InputError, match=r"^files=.* must be a list of "):
         classify(files)
+
+
+def test_results_by_class_are_counted(tmp_path):
+    labels = np.array([0, 0, 1, 2], np.int32)
+    predicted = np.array([0, 1, 1, 1], np.int32)
+    names = ["a", "$x_{$", 'b, "c"', "none\udcff"]  # the last is a folder name in Latin-1
+    with write_by_class(tmp_path, Evaluation({}, labels, predicted), names).open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["class"] for row in rows] == [*names[:3], r"none\udcff"]
+    assert [row["examples"] for row in rows] == ["2", "1", "1", "0"]
+    assert [row["accuracy"] for row in rows] == ["0.5", "1.0", "0.0", ""]

@@ -10,8 +10,8 @@ from scipy.special import softmax
 
 from structinit_jax import attention_init
 from structinit_jax.attention_init import AttentionSite, published, sincos_positions
+from structinit_jax.attention_init.positions import layer_norm
 from structinit_jax.attention_init.published import draw_pseudo_input
-from structinit_jax.attention_init.sites import layer_norm
 from structinit_jax.attention_init.targets import filter_maps
 
 # With few steps and small models, the papers' targets are not reached.

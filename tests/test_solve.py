@@ -4,7 +4,8 @@ import pytest
 from scipy.special import softmax
 
 from structinit_jax.attention_init import solve
-from structinit_jax.attention_init.sites import SolveReport, layer_norm, sincos_positions
+from structinit_jax.attention_init.positions import layer_norm, sincos_positions
+from structinit_jax.attention_init.sites import SolveReport
 from structinit_jax.attention_init.targets import filter_maps
 
 GRID, WIDTH, HEAD_DIM, NORM = (8, 8), 48, 16, 1.0

@@ -13,14 +13,13 @@ from matplotlib.patches import Rectangle
 from structinit_jax.analysis import measures
 from structinit_jax.analysis.collect import Layer, Snapshot
 from structinit_jax.errors import printable
-from structinit_jax.training.figures import png
+from structinit_jax.figures import COLORS, add_legend, png
 
 REACH = 4  # largest offset drawn: if a large grid were drawn whole, impulses would be too small
 STEP = 1.06  # distance from one map to the next, in units of a map's side
 KERNEL = 0.35  # the same for kernels
 # Text to the left of a tile; users' names can contain dollar signs.
 SIDEWAYS = dict(rotation=90, ha="right", va="center", parse_math=False)
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe & Ito
 
 PANELS = {
     "distance": "distance of attention [tokens]",
@@ -32,16 +31,6 @@ PANELS = {
     "stable_rank": "stable rank of the output",
     "input_rank": "stable rank of the input",
 }
-
-
-def add_legend(figure, axis) -> None:
-    """Adds the legend of an axis below the figure and makes the figure taller to fit it."""
-    handles, labels = axis.get_legend_handles_labels()
-    width, height = figure.get_size_inches()
-    figure.set_size_inches(width, height + 0.22 * len(labels))
-    legend = figure.legend(handles, labels, loc="outside lower center", frameon=False)
-    for text in legend.get_texts():
-        text.set_parse_math(False)
 
 
 def _save(figure, title, path):

@@ -36,6 +36,7 @@ import jax
 import numpy as np
 
 from structinit_jax.attention_init import absolute, draws, published, rotary, token_mixing, windows
+from structinit_jax.attention_init.positions import sincos_positions
 from structinit_jax.attention_init.published import PseudoInput
 from structinit_jax.attention_init.rotary import rotary_angles
 from structinit_jax.attention_init.sites import (
@@ -52,7 +53,6 @@ from structinit_jax.attention_init.sites import (
     Weights,
     WindowSite,
     is_concrete,
-    sincos_positions,
 )
 from structinit_jax.attention_init.solve import reach_warning
 from structinit_jax.attention_init.targets import FilterArray, OddInt

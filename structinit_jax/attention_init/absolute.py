@@ -22,14 +22,8 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init import draws, solve
-from structinit_jax.attention_init.sites import (
-    AttentionSite,
-    AttentionStack,
-    AttentionWeights,
-    layer_norm,
-    start_positions,
-    trained_positions,
-)
+from structinit_jax.attention_init.positions import layer_norm, start_positions, trained_positions
+from structinit_jax.attention_init.sites import AttentionSite, AttentionStack, AttentionWeights
 from structinit_jax.attention_init.targets import FilterArray, assign, filter_kernels, kernel_maps
 
 # Learned positions that are kept are multiplied by this, as in the 2025 paper's program.
@@ -64,7 +58,7 @@ def impulse(
     positions, new_positions = start_positions(
         site, replace=replace_positions, scale=POSITION_SCALE
     )
-    is_learned = "position_scale" in new_positions
+    is_learned = site.positions_trainable and not replace_positions
     if is_learned:
         z, basis = solve.learned_row_space(layer_norm(jnp.asarray(positions)))
     else:

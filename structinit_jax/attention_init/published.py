@@ -10,13 +10,8 @@ import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init.draws import mimetic_vo, split_product, trunc_normal
-from structinit_jax.attention_init.sites import (
-    AttentionSite,
-    AttentionWeights,
-    SolveReport,
-    layer_norm,
-    start_positions,
-)
+from structinit_jax.attention_init.positions import layer_norm, start_positions
+from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, SolveReport
 from structinit_jax.attention_init.solve import report_on_maps
 from structinit_jax.attention_init.targets import filter_kernels, kernel_maps
 
@@ -53,8 +48,10 @@ def impulse_2024(
     offset_rng, input_rng, solve_rng = jax.random.split(rng, 3)
     kernels = filter_kernels(site.grid, kernel_size)
     targets = jnp.asarray(kernel_maps(kernels, site.grid))
-    shared = 1 + (first_input != following_input) if same_layers else site.num_layers
-    num_solved = min(shared, site.num_layers)
+    num_solved = site.num_layers
+    if same_layers:
+        num_distinct = 1 if first_input == following_input else 2
+        num_solved = min(num_distinct, site.num_layers)
     filter_index = jax.random.randint(offset_rng, (num_solved, site.num_heads), 0, len(targets))
     names = [first_input] + [following_input] * (num_solved - 1)
     input_rngs = jax.random.split(input_rng, num_solved)

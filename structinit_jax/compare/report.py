@@ -16,9 +16,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy import special
 
-from structinit_jax.analysis.figures import COLORS, add_legend
-from structinit_jax.files import read_json, write_atomically
-from structinit_jax.training.figures import csv_text, png
+from structinit_jax.figures import COLORS, add_legend, png
+from structinit_jax.files import csv_text, read_json, write_atomically
 from structinit_jax.training.metrics import read_metrics
 from structinit_jax.training.workdir import COMPARISON
 

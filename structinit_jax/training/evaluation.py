@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
+from etils import epath
 from flax import nnx
 from jaxtyping import Int
 from ml_collections import ConfigDict
@@ -14,6 +15,8 @@ from structinit_jax.augment import normalize
 from structinit_jax.data.images import CenterCrop
 from structinit_jax.data.loader import Batch, make_loader
 from structinit_jax.data.source import ImageSource
+from structinit_jax.errors import printable
+from structinit_jax.files import csv_text, write_atomically
 from structinit_jax.training import sharding
 from structinit_jax.training.state import AbstractModel, TrainState
 from structinit_jax.training.step import MAX_IN_FLIGHT
@@ -87,3 +90,20 @@ def make_eval_step(
         }
 
     return eval_step
+
+
+def write_by_class(
+    folder: epath.PathLike, evaluation: Evaluation, class_names: Sequence[str]
+) -> epath.Path:
+    """Writes the accuracy of each class to `per_class.csv`, and returns the path."""
+    labels = evaluation.labels
+    counts = np.bincount(labels, minlength=len(class_names))
+    correct = np.bincount(labels[labels == evaluation.predicted], minlength=len(class_names))
+    rows = [
+        # Class names can be folder names, which are not always valid text.
+        [printable(name), n, k, k / n if n else ""]
+        for name, n, k in zip(class_names, counts, correct, strict=True)
+    ]
+    path = epath.Path(folder) / "per_class.csv"
+    write_atomically(path, csv_text(["class", "examples", "correct", "accuracy"], rows))
+    return path

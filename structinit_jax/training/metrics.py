@@ -171,36 +171,39 @@ def format_duration(seconds: float) -> str:
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
-class StepTrace(contextlib.ExitStack):
+class StepTrace:
     """Records a JAX profiler trace of four steps on the first process.
 
     The trace starts at `first_step`; None disables it. Files for XProf and Perfetto are written to
     `profile/` in the workdir, or in the working directory if the workdir is in object storage.
-    `close` writes the trace of a run that ends before the last traced step. clu's Profile would
-    import TensorFlow and write no Perfetto file.
+    clu's Profile would import TensorFlow and write no Perfetto file.
     """
 
     def __init__(self, workdir: epath.PathLike, first_step: int | None):
-        super().__init__()
         self._directory = Path("profile") if is_url(workdir) else Path(workdir) / "profile"
         self._first = first_step if jax.process_index() == 0 else None
+        self._active = False
 
     def after(self, step: int, state: Any) -> None:
         """Starts the trace just before its first step, and stops it after its last."""
         if step + 1 == self._first:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # tracing Python calls would slow the steps down
-            # The text is printed after the trace is written.
-            self.callback(
-                print,
-                f"wrote a trace, starting at step {step + 1}, to {self._directory}: open "
-                "perfetto_trace.json.gz at https://ui.perfetto.dev, or the directory with XProf",
+            jax.profiler.start_trace(
+                self._directory, create_perfetto_trace=True, profiler_options=options
             )
-            self.enter_context(
-                jax.profiler.trace(
-                    self._directory, create_perfetto_trace=True, profiler_options=options
-                )
-            )
+            self._active = True
         elif step - 3 == self._first:
             jax.block_until_ready(state)
             self.close()
+
+    def close(self) -> None:
+        """Writes the trace, if one is being recorded."""
+        if not self._active:
+            return
+        self._active = False
+        jax.profiler.stop_trace()
+        print(
+            f"wrote a trace, starting at step {self._first}, to {self._directory}: open "
+            "perfetto_trace.json.gz at https://ui.perfetto.dev, or the directory with XProf"
+        )

@@ -17,14 +17,12 @@ from structinit_jax.errors import StoppedError
 from structinit_jax.training import build, checkpoint, distributed, sharding
 from structinit_jax.training import state as state_lib
 from structinit_jax.training import workdir as workdir_lib
-from structinit_jax.training.evaluation import make_evaluator
+from structinit_jax.training.evaluation import make_evaluator, write_by_class
 from structinit_jax.training.metrics import MetricsLog, Progress, StepTrace, average
 from structinit_jax.training.step import MAX_IN_FLIGHT, make_train_step
 
 with epy.lazy_imports():  # First used while the training step compiles.
     from clu import parameter_overview
-
-    from structinit_jax.training import figures
 
 # Exit code of a run that was stopped by a signal: EX_TEMPFAIL in sysexits.h, "try again later".
 PREEMPTED_EXIT_CODE = 75
@@ -150,7 +148,7 @@ def train(
         pending = {}
         progress = Progress(start_step, schedule, config.batch_size)
         trace = StepTrace(workdir, profile_step and start_step + profile_step)
-        on_exit.enter_context(trace)
+        on_exit.callback(trace.close)
         trace.after(start_step, state)
         # The seed is put on the devices because the loop disallows implicit transfers.
         seed = jax.device_put(np.uint32(config.seed), sharding.replicated(mesh))
@@ -211,7 +209,7 @@ def train(
         if not evaluation:  # The run had already reached its last step.
             evaluation = evaluate(state)
         if jax.process_index() == 0:
-            figures.write_by_class(workdir, evaluation.labels, evaluation.predicted, names)
+            write_by_class(workdir, evaluation, names)
         checkpoints.wait_for_all()
         results = evaluation.metrics
         print(
