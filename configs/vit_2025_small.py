@@ -14,10 +14,10 @@ All settings are from the authors' command (github.com/osiriszjq/structured_init
 processes with 64 images each, 300 epochs, learning rate 2e-3, 50 epochs of warm-up from 1e-6. Its
 color jitter has no effect with RandAugment. The command sets a decay for averaged weights but does
 not enable them. From the program: all rows start the whole model from PyTorch's defaults
-(`model.base_init`). The program can also scale positions, Q and K, V and projection (of mimetic and
-default, `attention_init.position_scale`, `query_key_scale`, `value_scale`), by factors that we do
-not know. The splits are those in the code of Xu et al. 2024 (github.com/OscarXZQ/weight-selection),
-whose settings the authors say they use.
+(`model.base_init`). The program can also scale positions, Q and K, and V and projection (with
+mimetic and default, `attention_init.position_scale`, `query_key_scale` and `value_scale`); we do
+not know the factors of the paper. The splits are those in the code of Xu et al. 2024
+(github.com/OscarXZQ/weight-selection), whose settings the authors say they use.
 
 Table 4 selects weights from a larger pretrained model. Pass its safetensors file, such as
 --config.start_from=vit_small_impulse_2025.safetensors, written by `structinit_jax.export` after

@@ -2,8 +2,8 @@ r"""Analyzes the attention of a model: maps, and measures by layer and head.
 
     python -m structinit_jax.analyse --workdir=DIR --out=analysis
 
-compares the newest checkpoint of a run (or the one that --step=best or --step=N selects) with the
-initial weights, on training images. Without a run, it compares the initial weights of schemes:
+This compares the newest checkpoint of a run (or the one that --step=best or --step=N selects) with
+the initial weights, on training images. Without a run, it compares the initial weights of schemes:
 
     python -m structinit_jax.analyse --config=configs/vit_fashion_mnist.py \
         --schemes=default,mimetic,impulse --out=analysis

@@ -31,7 +31,7 @@ SHARED = {
     "compare puts all its runs in it.",
     "step": "Checkpoint: its step, 'newest' (default) or 'best'.",
     "out": "File or directory to write: by default analysis, model (export) or batch.png (show). "
-    "main --mode=eval writes its results by class only if --out is set.",
+    "main --mode=eval writes per-class results only if --out is set.",
     "trust_workdir": "Import Python code that the config of --workdir names.",
 }
 FIELD = re.compile(r"--?config\.([^=]+)=(.*)", re.DOTALL)

@@ -363,5 +363,5 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
             "directory, pass --trust_workdir (in Python, trust=True)"
         )
     if gone := [f"{printable(k)}={value!r}" for k, value in values.items() if k not in known]:
-        print(f"note: {path} has fields that this version does not: {', '.join(gone)}")
+        print(f"note: {path} has fields unknown to this version: {', '.join(gone)}")
     return config

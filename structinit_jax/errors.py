@@ -113,7 +113,7 @@ class Check(NamedTuple):
     holds: Callable[[Any], bool]
 
     def accepts(self, value: Any) -> bool:
-        """Whether a value passes the test; an error of comparing or converting it counts as no."""
+        """Whether a value passes; one that cannot be compared or converted does not."""
         try:
             return bool(self.holds(value))
         # NumPy raises ValueError for the truth value of an array, `math` OverflowError for 10**400.

@@ -40,7 +40,7 @@ def restore_model(
     With `config.ema_decay`, the weights are the moving averages that the run has kept.
 
     The number of devices (by default all) and `config.batch_size` can differ from training. Each
-    copy of the weights is shared by gcd(`config.fsdp`, number of devices) devices. Raises
+    copy of the weights is spread over gcd(`config.fsdp`, number of devices) devices. Raises
     `InputError` if there is no such checkpoint, if the config does not fit it, or if a field for
     which `must_stay` is true has changed; see `training.workdir`.
     """
@@ -73,9 +73,9 @@ def evaluate_checkpoint(
 ) -> dict[str, float]:
     """Evaluates a checkpoint of a run, possibly on other data, and prints the results.
 
-    `step` is 'newest', 'best' or a number. `out`, if set, is an existing folder for the results by
-    class; see `write_by_class`. Raises `InputError` if there is no such checkpoint, if it
-    does not fit the config, or if the data cannot be used or have different classes.
+    `step` is 'newest', 'best' or a number. `out`, if set, is an existing folder for per-class
+    results; see `write_by_class`. Raises `InputError` if there is no such checkpoint, if it does
+    not fit the config, or if the data cannot be used or have different classes.
     """
     dataset = build.open_data(config)
     model, state, trained_names = restore_model(config, workdir, step=step)

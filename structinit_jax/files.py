@@ -100,7 +100,7 @@ def report_full_disk(workdir: epath.PathLike) -> Iterator[None]:
         if not (reasons := [text for text in FULL if text in str(error)]):
             raise
         raise StoppedError(
-            f"cannot write to {workdir}: {reasons[0]}. Checkpoints are complete: free some space "
+            f"cannot write to {workdir}: {reasons[0]}. Checkpoints are intact: free some space "
             "and run the same command again to resume",
             exit_code=1,
         ) from error

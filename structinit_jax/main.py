@@ -48,7 +48,7 @@ def define_flags() -> None:
 
 
 def draw_curves(step: int, results: dict[str, float]) -> None:
-    """Draws the metrics up to an evaluation."""
+    """Redraws curves.png from the metrics up to `step`."""
     if jax.process_index() == 0:
         workdir = open_path(FLAGS.workdir)
         lines = read_metrics(workdir / "metrics.jsonl", step)

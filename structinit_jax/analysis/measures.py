@@ -27,8 +27,8 @@ def measure_mean_maps(
     - 'neighborhood_mass': attention on the 3×3 neighborhood, including the token itself. Tokens at
       the border have fewer neighbors.
     - 'neighbor_mass': attention at the offset that gets the most (possibly on the token itself),
-      averaged over the tokens with a token at this offset. Offsets reach up to half the grid, so at
-      least a quarter of the tokens have a token at each. About 1 / N for a uniform map.
+      averaged over the tokens with a neighbor there. Offsets reach up to half the grid, so at least
+      a quarter of the tokens have a neighbor at each. About 1 / N for a uniform map.
     """
     num_tokens = grid[0] * grid[1]
     y, x = np.divmod(np.arange(num_tokens), grid[1])

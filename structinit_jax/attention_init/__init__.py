@@ -94,8 +94,8 @@ def impulse(
     CIFAR-10 then disappears (docs/results.md).
 
     The variants for rotary positions, windows (Swin) and token mixing (MLP-Mixer) are our own: the
-    papers do not use rotary positions, and the 2025 paper reports Swin and MLP-Mixer, but its
-    program has no impulse for them. The scale of the filters at a `ConvSite` is our own too.
+    papers do not use rotary positions, and the 2025 paper has results for Swin and MLP-Mixer, but
+    its program has no impulse for them. The scale of the filters at a `ConvSite` is our own too.
 
     >>> weights = si.impulse(kernel_size=3)(jax.random.key(0), site)  # a site as in `AttentionSite`
     >>> weights.query.shape
@@ -106,8 +106,8 @@ def impulse(
       filters: Kernels [F, f, f] to use instead of impulses; `kernel_size` is then ignored.
       dilation: Distance in tokens between neighboring taps of a kernel.
       target_mass: Share of a token's attention that goes to its target, which sets how sharp the
-        maps are. It must be larger than the share under uniform attention, 1 / N for an impulse; a
-        window where it is not keeps a zero bias. `weights.report` has the share that was reached.
+        maps are. It must be larger than the share under uniform attention, 1 / N for an impulse; in
+        windows too small for that, the bias is zero. `weights.report` has the share reached.
       replace_positions: Whether a sin-cos encoding replaces learned positions. If false, learned
         positions are multiplied by 18, as in 2025, and the solve uses the result.
 

@@ -28,7 +28,7 @@ def filter_kernels(
     """Returns the distinct kernels of a stack, impulses or `filters`, by offset between tokens.
 
     R = 2 rows - 1 and C = 2 cols - 1, with offset 0 in the center. Neighboring taps are `dilation`
-    apart. Taps that lead off the grid from every token are left out. On a single row or column of
+    apart. Taps that are off the grid for every token are left out. On a single row or column of
     tokens, all impulses are along it. Raises `InputError` for filters of even size, or with values
     that are negative, not finite, or all zero.
     """
@@ -77,11 +77,9 @@ def kernel_maps(
     H[i, j] is proportional to the kernel's value at the offset from token i to token j, and rows
     sum to 1, like those of a softmax. Neighbors off the grid are dropped (zero padding). The row of
     an impulse whose neighbor is dropped is zero, and the softmax row closest to it is uniform.
-    Raises `InputError` for kernels that lead off the grid from every token.
+    Raises `InputError` for kernels that are off the grid for every token.
     """
-    needs = (
-        "larger, or kernel_size or dilation smaller: a filter leads off the grid from every token"
-    )
+    needs = "larger, or kernel_size or dilation smaller: a filter is off the grid for every token"
     require("grid", grid, needs, kernels.any(axis=(1, 2)).all())
     maps = np.take(kernels.reshape(len(kernels), -1), relative_index(grid).T, axis=1)
     total = maps.sum(axis=-1, keepdims=True)

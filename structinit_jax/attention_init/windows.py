@@ -37,13 +37,13 @@ def impulse(
     0.50. Rows with the whole kernel inside the window have exactly the target mass; the row of an
     impulse whose neighbor is outside the window is uniform. The mask of a shifted block leaves
     fewer tokens in a row, so the target gets more of the attention. If a window is so small that
-    uniform attention already has the target mass, the bias is zero. Kernels that lead off the
-    window from every token are not assigned to any head: later stages of a Swin can have smaller
-    windows than the first.
+    uniform attention already has the target mass, the bias is zero. Kernels that are off the window
+    for every token are not assigned to any head: later stages of a Swin can have smaller windows
+    than the first.
     """
     kernels = filter_kernels(site.grid, kernel_size, filters, dilation)
     kernels = kernels[kernels.any(axis=(1, 2))]
-    needs = f"smaller than the window of {site.grid} tokens: all lead outside it from every token"
+    needs = f"smaller than the window of {site.grid} tokens: all are outside it for every token"
     require("filters", filters, needs, len(kernels) > 0)
     table = bias_of_kernels(kernels, site.grid, target_mass)
     weights = _draw_weights(rng, table, sizes=site.sizes)

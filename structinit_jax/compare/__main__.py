@@ -36,7 +36,7 @@ configs/papers.csv lists the rows of all tables with their configs and published
 
 One GPU suffices for the small data sets; ImageNet-1K needs eight or more. The report includes the
 notes of configs/papers.csv, such as where published numbers disagree. The difference from a
-baseline is reported once its row is trained too. --config.FIELD=VALUE applies to all rows.
+baseline is reported once the baseline's row is trained. --config.FIELD=VALUE applies to all rows.
 """
 
 import sys

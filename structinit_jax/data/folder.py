@@ -52,8 +52,8 @@ def open_folder(root: Folder) -> Dataset:
 
     One of the three splits is enough; the first one present must have all classes, which are
     numbered in sorted order. Without these splits, the images `root/class/*.jpg` are the split
-    `train`. Files are ordered by a checksum of their path below the split, so `train[:10%]` holds
-    the same mix of classes on every machine.
+    `train`. Files are ordered by a checksum of their path below the split, so `train[:10%]` mixes
+    the classes and is the same on every machine.
 
     Raises:
       InputError: The folder does not exist or contains no images. Opening a split also raises it if

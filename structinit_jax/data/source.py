@@ -69,7 +69,7 @@ class ImageSource:
         return next(self.read([index]))
 
     def read(self, indices: Sequence[int]) -> Iterator[tuple[StoredImage, int]]:
-        """Yields several images and their labels; `InputError` if a label is out of range."""
+        """Yields images and their labels; raises `InputError` if a label is out of range."""
         num_classes = self.info.num_classes
         for image, label in self._fetch(indices):
             if not 0 <= label < num_classes:
@@ -175,7 +175,7 @@ class Dataset:
 
         With `on_bad_image='stop'`, reading an image that cannot be decoded raises `BadImageError`.
         'skip' decodes every image once now (1 to 3 ms per image and core), reports the bad ones and
-        leaves them out, so that examples have the same numbers in all processes and restarts.
+        leaves them out, so that examples have the same indices in all processes and restarts.
 
         Raises `InputError` if there is no such split.
         """

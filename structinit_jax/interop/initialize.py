@@ -118,8 +118,8 @@ def _find_site(
     model.require_assumptions()
     if scale := model.layer_scale():
         warn(
-            f"params: {scale} makes the attention's output so small that the scheme's values and "
-            "projections hardly matter: build the model without LayerScale (in timm, "
+            f"params: {scale} makes the attention's output so small that the scheme's value and "
+            "projection weights hardly matter: build the model without LayerScale (in timm, "
             "init_values=None), unless only the maps matter"
         )
     if model.bias_tables:

@@ -38,13 +38,13 @@ def as_array(leaf: Any) -> Any:
 
 
 def check_array(name: str, leaf: Any) -> None:
-    """Raises `InputError` for anything but a NumPy or JAX array of floats, with its values."""
+    """Raises `InputError` for anything but a NumPy or JAX array of floats that has values."""
     is_array = isinstance(leaf, np.ndarray | jax.Array)
     if not is_array or not jnp.issubdtype(leaf.dtype, jnp.floating):
         kind = f"has dtype {leaf.dtype}" if is_array else f"has type {type(leaf).__name__}"
         raise InputError(
-            f"params: {name} {kind}, but must be an array of floats with values: on a device other "
-            "than torch's 'meta', and not from eval_shape"
+            f"params: {name} {kind}, but must be an array of floats with values, not "
+            "on torch's 'meta' device or from eval_shape"
         )
 
 

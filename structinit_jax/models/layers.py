@@ -30,7 +30,7 @@ RESIDUAL = "residual"
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Computes the exact GELU, x Φ(x), in float32.
 
-    `jax.nn.gelu` uses erfc, which makes a training step of ViT-Ti/16 take 4 % longer on CPUs.
+    `jax.nn.gelu` uses erfc, which makes a training step of ViT-T/16 take 4 % longer on CPUs.
     """
     wide = x.astype(jnp.float32)
     return (wide * (0.5 + 0.5 * jax.lax.erf(wide * 0.5**0.5))).astype(x.dtype)
@@ -97,7 +97,7 @@ def layer_norm(width: int, *, dtype, rngs: nnx.Rngs, epsilon: float = 1e-6) -> n
 
 
 def dot_general(x: Array, kernel: Array, dimension_numbers, **options) -> Array:
-    """Computes the product in Flax's linear layers, as their `dot_general` argument.
+    """Replaces `jax.lax.dot_general` in Flax's linear layers, as their `dot_general` argument.
 
     On CPUs, the kernel's gradient is a product of two matrices. In JAX's own gradient, which sums
     over examples and tokens, XLA transposes an operand first and takes 1.1 to 4.6 times as long.
@@ -150,7 +150,7 @@ class PatchEmbedding(nnx.Module):
     ) -> Float[Array, "B rows cols D"]:
         """Returns one token per patch.
 
-        Raises `InputError` for integer images, a wrong number of channels, sides that are no
+        Raises `InputError` for integer images, a wrong number of channels, sides that are not
         multiples of p or, if `grid` is given, another grid.
         """
         p, _, channels, _ = self.kernel.shape

@@ -68,8 +68,8 @@ class Model(nnx.Module):
       num_classes: Number of classes.
       patch_size: Side of a patch in pixels.
       width: Number of channels D of a token.
-      drop_path: Rate of the last block, rising linearly from 0 in the first; in MLP-Mixer, that of
-        every block.
+      drop_path: Stochastic depth rate of the last block, rising linearly from 0 in the first; in
+        MLP-Mixer, of every block.
       base_init: Initial weights: 'timm' for those of timm's model, or 'pytorch' for the defaults of
         PyTorch's layers, which timm keeps in ConvMixer.
       dtype: Type of the computation, 'float32' or 'bfloat16'. Parameters are float32.

@@ -102,7 +102,8 @@ class MetricsLog:
 def read_metrics(path: epath.PathLike, last_step: int) -> list[dict[str, Any]]:
     """Returns the lines of a `metrics.jsonl` up to a step as dicts; none if there is no file.
 
-    Unreadable lines are skipped with a note. A last line that a kill cut off is dropped.
+    Unreadable lines are skipped with a note. An incomplete last line, left by a killed run, is
+    dropped.
     """
     if not epath.Path(path).exists():
         return []

@@ -105,7 +105,7 @@ def adamw(
     optimizer state, so that clipping can be enabled on resume.
 
     Unlike custom optimizers (`by_layer`), it sees the layers of a stack in one array. The update is
-    the same, because apart from the global norm that of an element depends on this element alone.
+    the same because, apart from clipping by the global norm, it is elementwise.
     """
     return optax.chain(
         optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity(),

@@ -122,7 +122,7 @@ def make_initializer(config: ConfigDict, model: AbstractModel) -> jax.stages.Tra
     """Traces the program that draws a model's arrays and replaces those that a scheme sets.
 
     Raises `InputError` if the scheme of the config does not fit the model. Returns None with
-    `config.start_from`, with which the scheme is not used.
+    `config.start_from`, which replaces the scheme.
     """
     scheme = make_attention_init(config)
     if config.start_from:

@@ -55,7 +55,7 @@ def train(
     Raises:
       InputError: The config, the data or the workdir cannot be used.
       StoppedError: A signal stopped the run, its state is not finite, or the disk is full.
-        Checkpoints are complete.
+        Checkpoints are intact.
     """
     with contextlib.ExitStack() as on_exit:
         began = time.perf_counter()
