@@ -90,7 +90,7 @@ def main(overrides: command_line.Overrides) -> None:
         step = FLAGS.step or "newest"
         devices = jax.local_devices()[:1]
         model, state, _ = evaluate.restore_model(
-            config, FLAGS.workdir, devices, step, must_stay=workdir_lib.decides_start
+            config, FLAGS.workdir, devices, step, level=workdir_lib.START
         )
         snapshots = observe_run(config, model, state, images)
         when = ""

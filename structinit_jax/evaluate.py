@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -31,7 +31,7 @@ def restore_model(
     workdir: str | Path,
     devices: list[jax.Device] | None = None,
     step: str | int = "newest",
-    must_stay: Callable[[str], bool] = workdir_lib.decides_weights,
+    level: int = workdir_lib.WEIGHTS,
 ) -> tuple[AbstractModel, TrainState, list[str]]:
     """Restores the model of a run at step 'newest', 'best' or a number.
 
@@ -41,8 +41,8 @@ def restore_model(
 
     The number of devices (by default all) and `config.batch_size` can differ from training. Each
     copy of the weights is spread over gcd(`config.fsdp`, number of devices) devices. Raises
-    `InputError` if there is no such checkpoint, if the config does not fit it, or if a field for
-    which `must_stay` is true has changed; see `training.workdir`.
+    `InputError` if there is no such checkpoint, if the config does not fit it, or if a field that
+    decides the `level` has changed; see `training.workdir`.
     """
     directory = open_path(workdir) / "checkpoints"
     number = checkpoint.find_step(directory, step)
@@ -54,7 +54,7 @@ def restore_model(
         )
     run = checkpoint.read_run(directory, number)
     place = f"step {number} in {workdir}"
-    if changed := workdir_lib.check_config(run["config"], config, must_stay, place):
+    if changed := workdir_lib.check_config(run["config"], config, level, place):
         print(f"config changed since {place}:\n{changed}")
     devices = devices or jax.devices()
     mesh = sharding.make_mesh(math.gcd(config.fsdp, len(devices)), devices)

@@ -27,15 +27,6 @@ from structinit_jax.training.step import make_train_step
 from structinit_jax.training.train import NOT_FINITE_EXIT_CODE, PREEMPTED_EXIT_CODE, train
 
 LOG = "log.txt"
-# Fields that change results by rounding at most; data are compared by digests, not by folder.
-HARMLESS = (
-    "checkpoint_every_steps",
-    "keep_checkpoints",
-    "log_every_steps",
-    "fsdp",
-    "data.data_dir",
-    "model.remat",
-)
 
 
 def run_grid(
@@ -119,7 +110,9 @@ def _merge(workdir, new, settings):
         if name in old:
             earlier = [old[name]]  # other settings may read different data of the same name
             place = f"the setting {name} in {workdir}"
-            workdir_lib.check_config(old[name]["config"], settings[name], _matters, place)
+            config = settings[name].copy_and_resolve_references()
+            config.seed = old[name]["config"]["seed"]  # each run has its own
+            workdir_lib.check_config(old[name]["config"], config, workdir_lib.RESULTS, place)
             facts["seeds"] = sorted({*old[name]["seeds"], *facts["seeds"]})
         elif (workdir / name).exists():
             raise InputError(
@@ -134,11 +127,6 @@ def _merge(workdir, new, settings):
                     f"{data}: restore the old data, or use another --workdir"
                 )
     return info | {"settings": old | new}
-
-
-def _matters(field: str) -> bool:
-    """Whether the results of a setting depend on a field; the seed does not count."""
-    return field != "seed" and field not in HARMLESS
 
 
 def _describe_machine() -> str:

@@ -1,8 +1,6 @@
 """The output directory of a run: one run at a time uses it, and only the same run resumes from it.
 
-Which fields of the config may change depends on what a checkpoint is used for. `check_config` takes
-a function that says whether the value of a field, such as 'model.depth', must stay the same:
-`decides_weights`, `decides_start` or `decides_run`, each of which includes the previous one.
+Which fields of the config may change depends on what a checkpoint is used for: see `DECIDES`.
 """
 
 import contextlib
@@ -10,7 +8,7 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +27,24 @@ from structinit_jax.training import distributed
 LOCK = ".lock"
 COMPARISON = "compare.json"  # in the workdir of `structinit_jax.compare`, which holds run workdirs
 SCHEME = "attention_init."  # prefix of the fields in this section
-# How a model is computed and regularized. Trained weights work with any values of these fields.
-COMPUTATION = ("model.drop_path", "model.dtype", "model.remat")
+# What the value of a field decides. What comes first decides all that comes after it, too.
+WEIGHTS = 1  # what trained weights can be used for
+START = 2  # the initial weights
+RUN = 3  # which run it is
+RESULTS = 4  # the results of the run
+NOTHING = 5  # rounding at most
+# By field, or by section with a dot; all other fields decide the results.
+DECIDES = {
+    **dict.fromkeys(("model.", "data.mean", "data.std"), WEIGHTS),
+    **dict.fromkeys((SCHEME, "start_from", "seed"), START),
+    **dict.fromkeys(("batch_size", "optimizer", "data.image_size", "data.channels"), RUN),
+    **dict.fromkeys(("data.name", "data.train_split"), RUN),
+    **dict.fromkeys(("data.repeats", "data.drop_remainder"), RUN),
+    **dict.fromkeys(("model.drop_path", "model.dtype"), RESULTS),
+    **dict.fromkeys(("checkpoint_every_steps", "keep_checkpoints", "log_every_steps"), NOTHING),
+    **dict.fromkeys(("fsdp", "model.remat"), NOTHING),
+    "data.data_dir": NOTHING,  # data are compared by digests
+}
 
 
 # -- use by one run at a time ----------------------------------------------------------------------
@@ -128,29 +142,10 @@ def check_processes(record: Mapping[str, Any], workdir: epath.Path) -> None:
     distributed.check_equal(record | {"config": fields, "workdir": identify(workdir)})
 
 
-def decides_weights(field: str) -> bool:
-    """Whether trained weights can be used only with the same value of a field."""
-    return field.startswith(("model.", "data.mean", "data.std")) and field not in COMPUTATION
-
-
-def decides_start(field: str) -> bool:
-    """Whether the initial weights depend on a field, or trained weights need the same value."""
-    starts = field in ("start_from", "seed") or field.startswith(SCHEME)
-    return starts or decides_weights(field)
-
-
-def decides_run(field: str) -> bool:
-    """Whether changing the value of a field would make it a different run."""
-    return decides_start(field) or field in (
-        "batch_size",
-        "optimizer",
-        "data.name",
-        "data.train_split",
-        "data.repeats",
-        "data.drop_remainder",
-        "data.image_size",
-        "data.channels",
-    )
+def decides(field: str) -> int:
+    """Returns what the value of a config field decides, from `WEIGHTS` to `NOTHING`."""
+    section = field.partition(".")[0] + "."
+    return DECIDES.get(field, DECIDES.get(section, RESULTS))
 
 
 def check_resume(
@@ -165,7 +160,7 @@ def check_resume(
     `saved` is the record of the checkpoint, `record` that of the run. `place` names the checkpoint
     in messages, for example 'step 400 in /tmp/digits'.
     """
-    if changed := check_config(saved["config"], config, decides_run, place):
+    if changed := check_config(saved["config"], config, RUN, place):
         print(f"config changed since the checkpoint:\n{changed}")
     if saved["data_digest"] != record["data_digest"]:
         raise InputError(
@@ -183,14 +178,12 @@ def check_resume(
         )
 
 
-def check_config(
-    old: Mapping[str, Any], config: ConfigDict, must_stay: Callable[[str], bool], place: str
-) -> str:
+def check_config(old: Mapping[str, Any], config: ConfigDict, level: int, place: str) -> str:
     """Lists the fields that differ from an old config, as read from JSON, one per line.
 
     Fields that only one config has are skipped, because another version of this package wrote the
     other config. Scheme options that are not set count as set to their defaults. Raises an
-    `InputError` that names `place` if `must_stay` is true for a listed field.
+    `InputError` that names `place` if a listed field `decides` the level, for example `RUN`.
     """
     old = flatten_dict(old, sep=".")
     new = flatten_dict(json.loads(config.to_json()), sep=".")  # with lists for tuples, as in `old`
@@ -206,7 +199,7 @@ def check_config(
     def describe(fields):
         return "\n".join(f"  {field}: {old[field]!r} -> {new[field]!r}" for field in fields)
 
-    if refused := [field for field in changed if must_stay(field)]:
+    if refused := [field for field in changed if decides(field) <= level]:
         raise InputError(
             f"these config fields must be the same as in {place}:\n{describe(refused)}\n"
             "Restore the old values, or use another workdir"
