@@ -28,7 +28,7 @@ from structinit_jax.attention_init import SCHEMES
 from structinit_jax.attention_init.positions import layer_norm, sincos_positions
 from structinit_jax.attention_init.published import PSEUDO_INPUT_EPSILON
 from structinit_jax.attention_init.targets import kernel_maps
-from structinit_jax.augment import AugmentConfig
+from structinit_jax.augment import AugmentFields
 from structinit_jax.config import load_config, make_attention_init, set_fields
 from structinit_jax.data.datasets import CATALOG
 from structinit_jax.data.source import split_size
@@ -74,7 +74,7 @@ def recipe(config) -> dict:
         "augmentation": {
             field: value
             for field, value in config.augment.items()
-            if value != getattr(AugmentConfig, field)
+            if value != getattr(AugmentFields, field)
         },
     }
 
@@ -213,6 +213,7 @@ class Program:
         """
         from timm import create_model
 
+        assert "num_epoch = 10000" in self.source
         exec(self.source.replace("num_epoch = 10000", f"num_epoch = {steps}"), vars(self.module))
         offsets = map(self.torch.tensor, offsets)
         self.torch.manual_seed(seed)

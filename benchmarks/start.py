@@ -38,7 +38,9 @@ def time_start(cache: str) -> dict[str, float]:
         command += [f"--config={CONFIG}", f"--workdir={workdir}"]
         begin = time.perf_counter()
         seconds = {}
-        with subprocess.Popen(command, env=environment, stdout=-1, text=True) as process:
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, text=True
+        ) as process:
             for line in process.stdout:
                 for mark, name in MARKS.items():
                     if line.lstrip("\r").startswith(mark):

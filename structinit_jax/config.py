@@ -1,7 +1,7 @@
 """The config of a run: every field with its default, and the checks that need no data.
 
 The files in `configs/` start from `base_config` and set what their recipe changes. The model family
-defines the fields of `config.model`, and `augment.AugmentConfig` defines those of `config.augment`.
+defines the fields of `config.model`, and `augment.AugmentFields` defines those of `config.augment`.
 """
 
 import ast
@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 from structinit_jax import attention_init, models
-from structinit_jax.augment import AugmentConfig
+from structinit_jax.augment import AugmentFields
 from structinit_jax.errors import (
     AtLeastTwo,
     Check,
@@ -119,7 +119,7 @@ def base_config(model: str = "vit") -> ConfigDict:
         model_fields = models.default_config(model)
     config = ConfigDict(_defaults(RunFields))
     config.data = _defaults(DataFields) | {"image_size": model_fields.pop("image_size", 224)}
-    config.augment = _defaults(AugmentConfig)
+    config.augment = _defaults(AugmentFields)
     config.model = model_fields
     # Name of the scheme, or 'module:function', and its options.
     config.attention_init = dict(name="impulse")
@@ -146,7 +146,7 @@ def validate(config: ConfigDict) -> None:
     run = {field: value for field, value in config.items() if field not in sections}
     _check_section(RunFields, run, "config.")
     _check_section(DataFields, dict(data), "config.data.")
-    _check_section(AugmentConfig, dict(config.augment), "config.augment.")
+    _check_section(AugmentFields, dict(config.augment), "config.augment.")
     with prefixed("config.model."):
         models.check_fields(dict(config.model))
     for field in ("image_size", "channels"):

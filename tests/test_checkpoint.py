@@ -15,8 +15,7 @@ from conftest import small_files_only
 from etils import epath
 
 from structinit_jax.errors import InputError
-from structinit_jax.training import checkpoint
-from structinit_jax.training import checkpoint_files as files_lib
+from structinit_jax.training import checkpoint, checkpoint_files
 from structinit_jax.training.sharding import make_mesh, replicated, shard_params
 from structinit_jax.training.state import TrainState
 
@@ -197,8 +196,8 @@ def test_nothing_of_another_program_is_deleted(directory, capsys):
 def test_a_renamed_checkpoint_and_one_without_a_part_of_a_process_are_damaged(directory, capsys):
     (directory / "12").rename(directory / "17")
     run = checkpoint.read_run(directory, 8) | {"num_indexes": 2}
-    files_lib.write_index(epath.Path(directory / "8"), 0, run, files_of(directory / "8"))
-    files_lib.write_json(epath.Path(directory / "8" / "run.json"), run)
+    checkpoint_files.write_index(epath.Path(directory / "8"), 0, run, files_of(directory / "8"))
+    checkpoint_files.write_json(epath.Path(directory / "8" / "run.json"), run)
     assert checkpoint.find_step(directory) == 4
     notes = capsys.readouterr().out
     assert "17: run.json belongs to step 12\n" in notes
@@ -225,7 +224,7 @@ def test_parts_of_another_run_or_step_are_noticed(directory, tmp_path, capsys):
 def test_the_data_may_be_elsewhere_for_another_process(directory):
     run = checkpoint.read_run(directory, 12)
     run["config"]["data"] = {"data_dir": "/elsewhere"}
-    files_lib.write_index(epath.Path(directory / "12"), 0, run, files_of(directory / "12"))
+    checkpoint_files.write_index(epath.Path(directory / "12"), 0, run, files_of(directory / "12"))
     assert checkpoint.find_step(directory) == 12
 
 
@@ -234,7 +233,7 @@ def test_an_index_names_files_of_the_state_alone(directory, name, capsys):
     index = directory / "12" / "index_0.json"
     content = read_json(index)
     content["files"][name] = content["files"][ARRAY]
-    files_lib.write_json(epath.Path(index), content)
+    checkpoint_files.write_json(epath.Path(index), content)
     assert checkpoint.find_step(directory) == 8
     assert f"index_0.json names {name!r}" in capsys.readouterr().out
 
@@ -246,14 +245,16 @@ def test_files_of_the_state_that_no_index_names_are_noticed(directory, capsys):
     content = read_json(index)
     for name in (ARRAY, "state/params.kernel/.zarray"):
         rest = {file: digest for file, digest in content["files"].items() if file != name}
-        files_lib.write_json(epath.Path(index), content | {"files": rest})
+        checkpoint_files.write_json(epath.Path(index), content | {"files": rest})
         assert checkpoint.find_step(directory) == 8
         assert f"{name} is not listed in any index" in capsys.readouterr().out
 
 
 def test_a_checkpoint_of_another_version_is_not_damaged(directory):
     path = directory / "12" / "run.json"
-    files_lib.write_json(epath.Path(path), read_json(path) | {"version": files_lib.VERSION + 1})
+    checkpoint_files.write_json(
+        epath.Path(path), read_json(path) | {"version": checkpoint_files.VERSION + 1}
+    )
     with pytest.raises(InputError, match="version 3"):
         checkpoint.find_step(directory)
     with pytest.raises(InputError, match="version 3"):

@@ -43,7 +43,7 @@ PolicyText = Annotated[
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AugmentConfig:
+class AugmentFields:
     """Fields of `config.augment`. By default images are only normalized."""
 
     # 'pad' pads by 4 pixels, then crops to the image's size. 'resized' resizes a random box to
@@ -80,7 +80,7 @@ def make_augment(
     images and targets in float32. `config.mix_group` must divide the batch size.
 
     Args:
-      config: The section `config.augment`, with the fields of `AugmentConfig`.
+      config: The section `config.augment`, with the fields of `AugmentFields`.
       num_classes: Number of classes.
       mean: Mean of each channel, for pixels scaled to [0, 1].
       std: Standard deviation of each channel, for pixels scaled to [0, 1].

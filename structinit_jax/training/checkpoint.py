@@ -23,8 +23,7 @@ from jax.experimental import multihost_utils
 
 from structinit_jax.errors import InputError, require
 from structinit_jax.files import is_url
-from structinit_jax.training import checkpoint_files as files_lib
-from structinit_jax.training import distributed
+from structinit_jax.training import checkpoint_files, distributed
 from structinit_jax.training.checkpoint_files import RUN, STATE, step_folders
 from structinit_jax.training.state import TrainState
 
@@ -65,10 +64,10 @@ class Checkpoints:
         """Finds the intact checkpoints, and deletes unfinished ones."""
         self.directory.mkdir(parents=True, exist_ok=True)
         for folder in step_folders(self.directory):
-            if files_lib.remove_unfinished(folder):
+            if checkpoint_files.remove_unfinished(folder):
                 print(f"note: deleted incomplete checkpoint {folder}")
         folders = step_folders(self.directory)
-        self._runs = dict(files_lib.intact_runs(folders))
+        self._runs = dict(checkpoint_files.intact_runs(folders))
         if not self._runs and any(map(self._is_damaged, folders)):
             raise InputError(
                 f"{self.directory} has no intact checkpoint: repair one, or delete the directory "
@@ -80,7 +79,7 @@ class Checkpoints:
         finished = (folder / RUN).exists()
         if finished and self._staged:
             # A killed run can leave an upload that process 0 has finished, but others have not.
-            finished = _has_indexes(folder, files_lib.read_run(folder))
+            finished = _has_indexes(folder, checkpoint_files.read_run(folder))
         return finished
 
     def save(self, step: int, state: TrainState, run: dict[str, Any]) -> None:
@@ -94,18 +93,18 @@ class Checkpoints:
         """
         self.wait()
         num_indexes = jax.process_count() if self._staged else 1
-        run = run | {"version": files_lib.VERSION, "step": step, "num_indexes": num_indexes}
+        run = run | {"version": checkpoint_files.VERSION, "step": step, "num_indexes": num_indexes}
         folder = self.directory / str(step)
         if not self._staged:
             folder.mkdir(exist_ok=True)
         if jax.process_index() == 0:
-            if (folder / STATE).exists() and not files_lib.is_ours(folder):
+            if (folder / STATE).exists() and not checkpoint_files.is_ours(folder):
                 raise InputError(
                     f"{folder} has {STATE}/ next to files of another program: move the folder "
                     "elsewhere and run the same command again to resume"
                 )
             (folder / RUN).unlink(missing_ok=True)  # left by a damaged checkpoint of the same step
-        files_lib.index_path(folder, jax.process_index()).unlink(missing_ok=True)
+        checkpoint_files.index_path(folder, jax.process_index()).unlink(missing_ok=True)
         # On TPUs, and between processes, Orbax makes implicit transfers.
         with jax.transfer_guard("allow"), contextlib.ExitStack() as cleanup:
             local = folder
@@ -149,12 +148,12 @@ class Checkpoints:
                 if process > 0:  # process 0 lists the metadata directly in `state/`
                     paths = [path for path in paths if path.parent.name != STATE]
                 names = [path.relative_to(local).as_posix() for path in paths]
-                files = {name: files_lib.digest_of(local / name) for name in names}
+                files = {name: checkpoint_files.digest_of(local / name) for name in names}
                 if self._staged:
-                    files_lib.copy(files, local, folder)
-                files_lib.write_index(folder, process, run, files)
+                    checkpoint_files.copy(files, local, folder)
+                checkpoint_files.write_index(folder, process, run, files)
             if process == 0:
-                files_lib.write_json(folder / RUN, run)
+                checkpoint_files.write_json(folder / RUN, run)
                 self._runs[run["step"]] = run
                 self._remove_old()
 
@@ -170,7 +169,7 @@ class Checkpoints:
             del self._runs[step]
             folder = self.directory / str(step)
             (folder / RUN).unlink()  # first, so that the rest is not used
-            files_lib.remove_unfinished(folder)
+            checkpoint_files.remove_unfinished(folder)
 
 
 def find_step(directory: epath.PathLike, wanted: str | int = "newest") -> int | None:
@@ -189,7 +188,7 @@ def find_step(directory: epath.PathLike, wanted: str | int = "newest") -> int | 
             folders = step_folders(directory)
             if wanted.isdecimal():
                 folders = [folder for folder in folders if folder.name == wanted]
-            intact = files_lib.intact_runs(folders)
+            intact = checkpoint_files.intact_runs(folders)
             if wanted == "best":
                 step = _find_best(dict(intact))
             else:
@@ -199,7 +198,7 @@ def find_step(directory: epath.PathLike, wanted: str | int = "newest") -> int | 
 
 def read_run(directory: epath.PathLike, step: int) -> dict[str, Any]:
     """Reads the record saved with a checkpoint; see `checkpoint_files.read_run`."""
-    return files_lib.read_run(epath.Path(directory) / str(step))
+    return checkpoint_files.read_run(epath.Path(directory) / str(step))
 
 
 def restore(directory: epath.PathLike, step: int, abstract_state: TrainState) -> TrainState:
@@ -258,8 +257,8 @@ def _on_disk(folder: epath.Path) -> Iterator[Path]:
         yield Path(folder) / STATE
         return
     with tempfile.TemporaryDirectory() as copy:
-        names = files_lib.read_indexes(folder, files_lib.read_run(folder))
-        files_lib.copy(names, folder, epath.Path(copy))
+        names = checkpoint_files.read_indexes(folder, checkpoint_files.read_run(folder))
+        checkpoint_files.copy(names, folder, epath.Path(copy))
         yield Path(copy) / STATE
 
 
@@ -302,7 +301,7 @@ def _shapes_by_name(tree) -> dict[str, str]:
 def _has_indexes(folder, run) -> bool:
     """Whether all processes have finished their part of a checkpoint."""
     processes = range(run["num_indexes"])
-    return all(files_lib.index_path(folder, process).exists() for process in processes)
+    return all(checkpoint_files.index_path(folder, process).exists() for process in processes)
 
 
 def _find_best(runs: dict[int, dict[str, Any]]) -> int | None:

@@ -87,9 +87,9 @@ def train(
         checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
         on_exit.callback(checkpoints.close)
         start_step = checkpoints.latest_step or 0
+        place = f"step {start_step} in {workdir}"
         if start_step:
             saved = checkpoint.read_run(checkpoints.directory, start_step)
-            place = f"step {start_step} in {workdir}"
             workdir_lib.check_resume(saved, record, config, schedule.num_steps, place)
 
         # -- Training step -------------------------------------------------------------------------
@@ -189,11 +189,11 @@ def train(
                 log.write(step, results)
                 print(f"step {step}  {evaluation}", flush=True)
             if saves:
-                record["accuracy"] = results["eval/accuracy"] if evaluates else None
+                accuracy = results["eval/accuracy"] if evaluates else None
                 with progress.wait("checkpoint"):
                     # A run that resumes from this checkpoint needs the log up to this step.
                     log.upload()
-                    checkpoints.save(step, state, record)
+                    checkpoints.save(step, state, record | {"accuracy": accuracy})
             if evaluates and on_evaluation:
                 with progress.wait("evaluation"), jax.transfer_guard("allow"):
                     ends = on_evaluation(step, results)
