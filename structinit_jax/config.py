@@ -40,6 +40,11 @@ from structinit_jax.errors import (
 from structinit_jax.files import open_path, read_json
 
 Share = Annotated[float, Check("above 0 and at most 1", lambda x: 0 < x <= 1)]
+JSON = Check(
+    "a value that config.json can store: to pass an array, name a function of your own, "
+    "'module:function'",
+    json.dumps,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,32 +158,29 @@ def validate(config: ConfigDict) -> None:
         needs = f"left out: the model gets config.data.{field}"
         value = config.model.get(field)
         require(f"config.model.{field}", value, needs, field not in config.model)
-    needs = (
-        "a value that config.json can store: to pass an array, name a function of your own, "
-        "'module:function'"
-    )
     for section in ("model", "attention_init"):  # the sections whose fields are not all known
         for field, value in config[section].to_dict().items():
-            require(f"config.{section}.{field}", value, needs, json.dumps)
+            JSON.require(f"config.{section}.{field}", value)
     channels = data.channels
     for field in ("mean", "std"):
         needs = (
             f"a tuple with one number per channel (config.data.channels={channels}), such as "
             f"{(0.5,) * channels}"
         )
-        require(f"config.data.{field}", data[field], needs, lambda x: len(x) == channels)
+        require(f"config.data.{field}", data[field], needs, len(data[field]) == channels)
     batch_size = config.batch_size
     needs = f"a divisor of config.batch_size={batch_size}, or 0 to mix within the whole batch"
     group = config.augment.mix_group
-    require("config.augment.mix_group", group, needs, lambda x: x == 0 or batch_size % x == 0)
+    fits = group == 0 or batch_size % group == 0
+    require("config.augment.mix_group", group, needs, fits)
     if config.attention_init.get("name") == "impulse_2025" and not config.start_from:
         needs = "'learned' for the closed form of config.attention_init.name='impulse_2025'"
         positions = config.model.get("positions", "learned")
-        require("config.model.positions", positions, needs, lambda x: x == "learned")
+        require("config.model.positions", positions, needs, positions == "learned")
     if not config.num_steps:
         needs = f"below config.num_epochs={config.num_epochs}, which includes the cooldown"
         cooldown = config.cooldown_epochs
-        require("config.cooldown_epochs", cooldown, needs, lambda x: x < config.num_epochs)
+        require("config.cooldown_epochs", cooldown, needs, cooldown < config.num_epochs)
 
 
 def _check_section(owner: type, values: dict[str, Any], prefix: str) -> None:
@@ -305,7 +307,7 @@ def load_config(location: str | Path) -> ConfigDict:
     require("config", path, needs, path.endswith(".py") and Path(path).is_file())
     get_config = runpy.run_path(path).get("get_config")
     needs = "a function that returns base_config() with changes"
-    require(f"config={path}: get_config", get_config, needs, inspect.isfunction)
+    require(f"config={path}: get_config", get_config, needs, inspect.isfunction(get_config))
     signature = inspect.signature(get_config)
     words = row.split(",") if row else []
     try:
@@ -319,7 +321,7 @@ def load_config(location: str | Path) -> ConfigDict:
     config = get_config(*words)
     needs = "a ConfigDict: base_config() with changes"
     place = f"config={path}: the value of get_config()"
-    require(place, config, needs, lambda value: isinstance(value, ConfigDict))
+    require(place, config, needs, isinstance(config, ConfigDict))
     return config
 
 

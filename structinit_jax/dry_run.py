@@ -72,7 +72,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     config_lib.validate(config)
     if path := config.start_from:
         needs = "an existing safetensors file"
-        require("config.start_from", path, needs, lambda x: Path(x).expanduser().is_file())
+        require("config.start_from", path, needs, Path(path).expanduser().is_file())
     scheme = ", ".join(f"{name}={value}" for name, value in config.attention_init.items())
     devices = find_target(target) if target else jax.devices()
     memory = MEMORY.get(devices[0].device_kind) if target else build.memory_limit()

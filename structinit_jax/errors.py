@@ -120,6 +120,10 @@ class Check(NamedTuple):
         except (TypeError, ValueError, OverflowError):
             return False
 
+    def require(self, name: str, value: Any) -> None:
+        """Raises `InputError` unless a value passes."""
+        require(name, value, self.needs, self.accepts(value))
+
 
 def is_whole(value: Any) -> bool:
     """Whether a value is a whole number."""
@@ -153,11 +157,8 @@ _CHECKS = {
 
 
 def require(name: str, value: Any, needs: str, holds: Any) -> None:
-    """Raises `InputError` unless `holds`, a condition or a function of the value, is true.
-
-    The message is 'NAME=VALUE must be NEEDS'.
-    """
-    if not (Check(needs, holds).accepts(value) if callable(holds) else holds):
+    """Raises `InputError`, 'NAME=VALUE must be NEEDS', unless the condition `holds` is true."""
+    if not holds:
         shape = getattr(value, "shape", ())  # NumPy's scalars have the shape ().
         text = f"array of shape {tuple(shape)}" if shape else repr(value)
         text = text if len(text) <= 200 else f"{text[:200]}…"
@@ -176,7 +177,7 @@ def check_fields(owner: Callable[..., Any], values: Mapping[str, Any], prefix: s
     for name, value in values.items():
         if name not in hints:
             raise InputError(f"{prefix}{name} does not exist: {suggest(name, hints)}")
-        require(f"{prefix}{name}", value, *_check_of(hints[name]))
+        _check_of(hints[name]).require(f"{prefix}{name}", value)
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:

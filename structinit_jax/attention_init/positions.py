@@ -27,10 +27,10 @@ def sincos_positions(
         "a multiple of 4, at least 8, for sin-cos positions: change it, or use learned positions "
         "and a scheme that keeps them, such as 'default' or mimetic(replace_positions=False)"
     )
-    require("width", width, needs, lambda d: is_count(d, 8) and d % 4 == 0)
-    require("grid", grid, *GRID)
+    require("width", width, needs, is_count(width, 8) and width % 4 == 0)
+    GRID.require("grid", grid)
     conventions = ("timm", "big_vision")
-    require("convention", convention, f"one of {conventions}", conventions.__contains__)
+    require("convention", convention, f"one of {conventions}", convention in conventions)
     quarter = width // 4
     steps = quarter if convention == "timm" else quarter - 1
     frequencies = 10_000.0 ** -(np.arange(quarter) / steps)

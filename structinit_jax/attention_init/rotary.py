@@ -44,8 +44,8 @@ def rotary_angles(
         "a multiple of 4 for rotary positions, which need as many channel pairs for rows as for "
         "columns: change the width or the number of heads"
     )
-    require("head_dim", head_dim, needs, lambda d: is_count(d) and d % 4 == 0)
-    require("grid", grid, *GRID)
+    require("head_dim", head_dim, needs, is_count(head_dim) and head_dim % 4 == 0)
+    GRID.require("grid", grid)
     quarter = head_dim // 4
     frequencies = temperature ** -(np.arange(quarter) / quarter)
     y, x = np.divmod(np.arange(grid[0] * grid[1])[:, None], grid[1])

@@ -138,7 +138,8 @@ class RotarySite(AttentionStack):
     def __post_init__(self):
         super().__post_init__()
         for field in ("width", "head_dim"):
-            require(f"RotarySite.{field}", getattr(self, field), "even", lambda d: d % 2 == 0)
+            size = getattr(self, field)
+            require(f"RotarySite.{field}", size, "even", size % 2 == 0)
         whole = (self.num_layers, self.num_heads, self.num_tokens, self.head_dim // 2)
         needs = (
             f"finite and of shape [L, h, N, d / 2] = {whole}, with 1 in place of L or h if layers "
@@ -151,7 +152,7 @@ class RotarySite(AttentionStack):
                 return False
             return not is_concrete(angles) or np.isfinite(np.asarray(angles)).all()
 
-        require("RotarySite.angles", self.angles, needs, fits)
+        require("RotarySite.angles", self.angles, needs, fits(self.angles))
 
 
 @dataclasses.dataclass(frozen=True)

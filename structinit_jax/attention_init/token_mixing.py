@@ -130,7 +130,7 @@ def conv_impulse(rng: PRNGKeyArray, site: ConvSite, *, filters: FilterArray | No
 def conv_impulse_2024(rng: PRNGKeyArray, site: ConvSite, *, taps: int) -> ConvWeights:
     """Draws the filters of the 2024 program: `taps` equal entries at random places per channel."""
     size = site.kernel_size
-    require("taps", taps, f"at most {size**2} for this ConvSite", lambda n: n <= size**2)
+    require("taps", taps, f"at most {size**2} for this ConvSite", taps <= size**2)
     filter_rng, _ = jax.random.split(rng)  # `rng` itself would change the filters of a seed
     uniform = jax.random.uniform(filter_rng, (site.num_layers, site.width, size**2))
     filters = jnp.where(jnp.argsort(uniform, axis=-1) < taps, (taps * size) ** -0.5, 0.0)

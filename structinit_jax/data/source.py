@@ -256,7 +256,7 @@ def check_classes(info: DatasetInfo, num_classes: int) -> None:
         f"{info.num_classes}, the number of classes in the data set (to evaluate a folder with"
         " fewer classes, add empty subfolders for the others)"
     )
-    require("num_classes", num_classes, needs, lambda x: x == info.num_classes)
+    require("num_classes", num_classes, needs, num_classes == info.num_classes)
 
 
 def digest(source: ImageSource, class_names: Sequence[str]) -> str:

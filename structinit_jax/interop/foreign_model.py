@@ -91,12 +91,13 @@ class ForeignModel:
             shown = self.leaves[name].shape[1]
         if shown is not None:
             needs = f"left out, because {name} has {shown} heads"
-            require("num_heads", num_heads, needs, lambda number: number in (None, shown))
+            require("num_heads", num_heads, needs, num_heads in (None, shown))
         self.num_heads = num_heads if shown is None else shown
         if layout.torch:
             self.width, inner = shape[:2]
             needs = f"the number of heads, a divisor of the {inner} channels of {out}"
-            require("num_heads", self.num_heads, needs, lambda n: is_count(n) and inner % n == 0)
+            fits = is_count(self.num_heads) and inner % self.num_heads == 0
+            require("num_heads", self.num_heads, needs, fits)
             self.head_dim = inner // self.num_heads
 
     def _kernel_shape(self, field: str) -> tuple[int, ...]:

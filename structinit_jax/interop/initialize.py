@@ -93,13 +93,13 @@ def initialize(
       InputError: An argument is missing, or the model does not fit the scheme.
     """
     if grid is not None:
-        require("grid", grid, *GRID)
+        GRID.require("grid", grid)
     leaves, rebuild = flatten(params)
     models = find_models(leaves, num_heads)
     sites = [_find_site(model, grid, as_array(positions), rotations) for model in models]
     if grid is not None:
         grids = [site.grid for site in sites]
-        require("grid", grid, f"one of the windows {grids}, or left out", grids.__contains__)
+        require("grid", grid, f"one of the windows {grids}, or left out", grid in grids)
     drawn = draw_stacks(attention_init, sites, rng)
     for model, site, weights in zip(models, sites, drawn, strict=True):
         for name, new in _write(model, weights, site.grid).items():

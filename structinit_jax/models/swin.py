@@ -85,7 +85,7 @@ class SwinTransformer(Model):
         rngs: nnx.Rngs,
     ):
         needs = f"one number per stage, like depths={depths}"
-        require("num_heads", num_heads, needs, lambda heads: len(heads) == len(depths))
+        require("num_heads", num_heads, needs, len(num_heads) == len(depths))
         self.patch_size = patch_size
         self.grid = tuple(side // patch_size for side in image_sides(image_size))
         needs = f"at least patch_size={patch_size}"

@@ -25,7 +25,8 @@ class Attention(nnx.Module):
     def __init__(
         self, width: int, num_heads: int, *, init: LinearInit, dtype: DTypeLike, rngs: nnx.Rngs
     ):
-        require("num_heads", num_heads, f"a divisor of width={width}", lambda n: width % n == 0)
+        needs = f"a divisor of width={width}"
+        require("num_heads", num_heads, needs, width % num_heads == 0)
         heads = (num_heads, width // num_heads)
         options = dict(dtype=dtype, rngs=rngs, dot_general=layers.dot_general, **init(width))
         self.query = nnx.LinearGeneral(width, heads, **options)

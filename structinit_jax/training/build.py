@@ -113,12 +113,13 @@ def make_mesh(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -
     """Arranges the devices in a mesh; by default, all devices of all processes."""
     with prefixed("config."):
         mesh = sharding.make_mesh(config.fsdp, devices)
+    batch_size = config.batch_size
     divisor = mesh.size * config.accumulate_steps
     needs = (
         f"a multiple of {divisor}: the batch is split over {mesh.size} devices and "
         f"config.accumulate_steps={config.accumulate_steps}"
     )
-    require("config.batch_size", config.batch_size, needs, lambda size: size % divisor == 0)
+    require("config.batch_size", batch_size, needs, batch_size % divisor == 0)
     return mesh
 
 

@@ -182,7 +182,8 @@ def find_step(directory: epath.PathLike, wanted: str | int = "newest") -> int | 
     wanted = str(wanted)
     step = None
     needs = "'newest', 'best' or a step number"
-    require("step", wanted, needs, lambda x: x in ("newest", "best") or x.isdecimal())
+    is_step = wanted in ("newest", "best") or wanted.isdecimal()
+    require("step", wanted, needs, is_step)
     with distributed.shared_errors():
         if jax.process_index() == 0:
             folders = step_folders(directory)

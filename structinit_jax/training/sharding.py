@@ -34,7 +34,7 @@ def make_mesh(fsdp: int = 1, devices: Sequence[jax.Device] | None = None) -> Mes
     # Sorted so that each process's devices hold one contiguous part of every batch.
     devices = sorted(devices or jax.devices(), key=lambda d: (d.process_index, d.id))
     needs = f"a divisor of {len(devices)}, the number of devices; 1 replicates the weights"
-    require("fsdp", fsdp, needs, lambda size: len(devices) % size == 0)
+    require("fsdp", fsdp, needs, len(devices) % fsdp == 0)
     grid = np.asarray(devices).reshape(-1, fsdp)
     return Mesh(grid, ("data", FSDP_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
 
