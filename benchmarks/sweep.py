@@ -24,10 +24,11 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from structinit_jax import command_line
-from structinit_jax.attention_init import SCHEMES, AttentionInit
+from structinit_jax.attention_init import AttentionInit
+from structinit_jax.config import make_attention_init
 from structinit_jax.data.images import CenterCrop
 from structinit_jax.data.loader import Loader, make_loader
-from structinit_jax.errors import InputError, find
+from structinit_jax.errors import InputError
 from structinit_jax.rngs import split_seed
 from structinit_jax.training import build, sharding
 from structinit_jax.training.evaluation import make_eval_step
@@ -51,10 +52,12 @@ def read_scheme(text: str) -> AttentionInit:
     name, _, options = text.partition(":")
     try:
         call = ast.parse(f"f({options})", mode="eval").body
+        if call.args:
+            raise SyntaxError("an option without a value")
         options = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
     except (SyntaxError, ValueError) as error:
         raise InputError(f"--scheme={text}: write NAME:OPTION=VALUE, strings in quotes") from error
-    return find(name, SCHEMES, "scheme")(**options)
+    return make_attention_init(ConfigDict({"attention_init": {"name": name, **options}}))
 
 
 def draw_weights(model: AbstractModel, schemes: list[AttentionInit], seeds: np.ndarray) -> tuple:

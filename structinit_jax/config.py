@@ -158,6 +158,9 @@ def validate(config: ConfigDict) -> None:
         needs = f"left out: the model gets config.data.{field}"
         value = config.model.get(field)
         require(f"config.model.{field}", value, needs, field not in config.model)
+    num_classes = config.model.get("num_classes")
+    needs = "set: a model must have this argument"
+    require("config.model.num_classes", num_classes, needs, num_classes is not None)
     for section in ("model", "attention_init"):  # the sections whose fields are not all known
         for field, value in config[section].to_dict().items():
             JSON.require(f"config.{section}.{field}", value)
@@ -344,12 +347,9 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
         if trust or not code:
             config = base_config(fields.model.name)
             # Options depend on the scheme, so the default scheme's are not kept.
-            config.attention_init = {
-                option: tuple(value) if isinstance(value, list) else value
-                for option, value in fields.attention_init.items()
-            }
-            if is_reference(config.model.name):  # Its required arguments have no default.
-                config.model = dict(fields.model) | dict(config.model)
+            config.attention_init = _with_tuples(fields.attention_init)
+            if is_reference(config.model.name):  # Its arguments can be of any type, and required.
+                config.model = config.model.to_dict() | _with_tuples(fields.model)
             known = flatten_dict(config.to_dict(), sep=".")
             config.update_from_flattened_dict({k: v for k, v in values.items() if k in known})
     except (ValueError, AttributeError, TypeError) as error:
@@ -367,3 +367,9 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
     if gone := [f"{printable(k)}={value!r}" for k, value in values.items() if k not in known]:
         print(f"note: {path} has fields unknown to this version: {', '.join(gone)}")
     return config
+
+
+def _with_tuples(section: ConfigDict) -> dict[str, Any]:
+    """Returns the fields of a section that was read from JSON, with tuples for lists."""
+    fields = section.to_dict()
+    return {k: tuple(value) if isinstance(value, list) else value for k, value in fields.items()}

@@ -104,9 +104,9 @@ def my_scheme(strength=1.0):
 
 
 class Required(Model):
-    """A custom model with a required argument."""
+    """A custom model with a required argument, and others of any type."""
 
-    def __init__(self, *, channels, num_classes, depth=2, rngs): ...
+    def __init__(self, *, channels, num_classes, depth=2, sizes=(1,), options=None, rngs): ...
 
 
 class Extended(VisionTransformer):
@@ -119,6 +119,8 @@ class Extended(VisionTransformer):
 
 def test_a_model_of_the_users_own_may_add_fields_to_a_family():
     config_lib.validate(config_lib.base_config(f"{__name__}:Extended"))
+    with pytest.raises(InputError, match=r"^config\.model\.num_classes=None"):
+        config_lib.validate(config_lib.base_config(f"{__name__}:Required"))
 
 
 def test_a_scheme_of_the_users_own_needs_no_edit_in_the_package():
@@ -232,9 +234,11 @@ def test_required_arguments_of_a_model_of_the_users_own_are_read(tmp_path, capsy
     config = config_lib.base_config(f"{__name__}:Required")
     config.model.num_classes = 3
     config.model.depth = 5
+    config.model.sizes = (2, 3)
+    config.model.options = {"scale": 0.5}
     (tmp_path / "config.json").write_text(config.to_json())
     read = config_lib.load_run_config(tmp_path, trust=True)
-    assert (read.model.num_classes, read.model.depth) == (3, 5)
+    assert read.model.to_dict() == config.model.to_dict()
     assert not capsys.readouterr().out
 
 

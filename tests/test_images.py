@@ -16,6 +16,7 @@ from structinit_jax.data.images import (
     StoredImage,
     crop_and_resize,
 )
+from structinit_jax.errors import InputError
 
 REFERENCE = np.load(Path(__file__).parent / "references" / "random_resized_crop.npz")
 
@@ -68,8 +69,9 @@ def test_sixteen_bits_keep_the_upper_eight():
         content = encoded(Image.fromarray(values).convert(mode), "TIFF")
         with pytest.raises(BadImageError, match=r"^deep.tif: cannot be decoded .*no known range"):
             StoredImage(content, 3, "deep.tif").decode()
-    with pytest.raises(BadImageError, match=r"^pixels: cannot be decoded"):
-        StoredImage(values[..., None].astype(np.float32), 1, "pixels").decode()
+    for pixels in (values, values.astype(np.float32), np.zeros((4, 4, 4), np.uint8)):
+        with pytest.raises(InputError, match=r"^pixels=array .* uint8 \[h, w\]"):
+            StoredImage(pixels, 3, "pixels")
 
 
 @pytest.mark.parametrize("image_format", ["JPEG", "PNG", "TIFF"])

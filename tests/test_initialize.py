@@ -22,7 +22,9 @@ from foreign_models import (
 
 from structinit_jax import interop
 from structinit_jax.attention_init import AttentionWeights, sincos_positions
+from structinit_jax.errors import InputError
 from structinit_jax.interop.layouts import LAYOUTS, flatten
+from structinit_jax.models import ConvMixer
 
 RNG = jax.random.key(0)
 
@@ -66,6 +68,13 @@ def test_modules_of_their_own_are_those_of_query_key_and_value():
         if len(set(layout.modules)) == 4:
             last = [name.rpartition(".")[2].removeprefix("w") for name in layout.modules[:3]]
             assert [name[0] for name in last] == ["q", "k", "v"]
+
+
+def test_models_of_this_package_have_a_method_of_their_own():
+    sizes = dict(image_size=8, channels=1, num_classes=2, width=8, depth=1)
+    model = nnx.eval_shape(lambda: ConvMixer(**sizes, rngs=nnx.Rngs(0)))
+    with pytest.raises(InputError, match=r"^params is a ConvMixer.*initialize_attention"):
+        interop.initialize(model, normal_scheme, RNG)
 
 
 def test_positions_are_those_of_the_image_tokens():

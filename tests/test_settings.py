@@ -119,6 +119,12 @@ def test_rows_that_do_not_exist_are_named():
         settings.read_table("2024.2", ["mimetic", "cifar100", "3"])
 
 
+def test_tables_need_a_clone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"--table='2024.2' must be given in a clone"):
+        settings.read_table("2024.2")
+
+
 def test_a_setting_that_cannot_be_trained_is_refused_before_the_first_run(tiny_config):
     tiny_config.loss = "hinge"
     with pytest.raises(InputError, match=r"^setting x: config\.loss="):

@@ -20,6 +20,9 @@ def test_runs_that_train_at_once_equal_single_runs(run_config, caplog):
     texts = ["default", "mimetic:value_scale=0.5"]
     schemes = [script["read_scheme"](text) for text in texts]
     assert script["read_scheme"]("impulse_2024:max_steps=3,first_input='uniform'")
+    for text in ("impulse:target_mass", "impulse:nope=1"):
+        with pytest.raises(InputError):
+            script["read_scheme"](text)
     run_config.ema_decay = 0.9
     with pytest.raises(InputError, match="ema_decay"):
         script["sweep"](run_config, schemes, [1.0, 2.0], num_seeds=2)

@@ -10,6 +10,8 @@ from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
 from structinit_jax.files import open_path
 from structinit_jax.training.workdir import (
+    RUN,
+    check_config,
     check_resume,
     lock_workdir,
     open_workdir,
@@ -106,6 +108,15 @@ def test_fields_that_must_not_change_are_refused_by_name(field, value):
     with pytest.raises(InputError, match=f"{PLACE}:\n  {field}: .* -> .*\n") as caught:
         check(saved(), **{field: value, "learning_rate": 0.5})
     assert "learning_rate" not in str(caught.value)
+
+
+def test_a_field_of_a_custom_model_may_be_a_dict():
+    old = saved()["config"]
+    old["model"]["options"] = None
+    config = make_config()
+    config.model.options = {"scale": 2.0}
+    with pytest.raises(InputError, match=r"\n  model\.options: None -> \{'scale': 2\.0\}\n"):
+        check_config(old, config, RUN, PLACE)
 
 
 def test_fields_of_another_version_do_not_count(capsys):

@@ -97,6 +97,8 @@ def read_table(table: str, words: Iterable[str] = ()) -> dict[str, dict[str, str
 
     Keeps only rows whose name has all the words. Raises `InputError` if there are none.
     """
+    needs = "given in a clone of the repository, which has configs/papers.csv"
+    require("--table", table, needs, PAPERS.exists())
     words = list(words)
     every = list(csv.DictReader(read_file(PAPERS).decode().splitlines()))
     rows = {row["row"]: row for row in every if row["table"] == table}

@@ -74,8 +74,14 @@ class StoredImage:
     def __init__(self, stored: Any, channels: int, name: str):
         if isinstance(stored, bytearray | memoryview) or getattr(stored, "ndim", 0) == 1:
             stored = bytes(stored)
-        needs = "the path of an image, the content of its file, or its pixels in uint8"
-        require(name, stored, needs, isinstance(stored, str | os.PathLike | bytes | np.ndarray))
+        needs = (
+            "the path of an image, the content of its file, or its pixels, uint8 [h, w] or "
+            "[h, w, 1 or 3]"
+        )
+        fits = isinstance(stored, str | os.PathLike | bytes)
+        if isinstance(stored, np.ndarray):
+            fits = stored.dtype == np.uint8 and stored.shape[2:] in ((), (1,), (3,))
+        require(name, stored, needs, fits)
         self.name = name
         self._stored = stored
         self._channels = channels

@@ -83,6 +83,11 @@ def flatten(params: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
         raise InputError(
             f"params is a {type(params).__name__}, a torch module: pass its state_dict()"
         )
+    if hasattr(params, "initialize_attention"):
+        raise InputError(
+            f"params is a {type(params).__name__}, a model of this package: call its "
+            "initialize_attention(scheme, rng)"
+        )
     if isinstance(params, nnx.Module):
         graphdef, state, sown = nnx.split(params, nnx.Not(nnx.Intermediate), ...)
         leaves, rebuild = flatten(state)

@@ -197,7 +197,7 @@ def train(
             if evaluates and on_evaluation:
                 with progress.wait("evaluation"), jax.transfer_guard("allow"):
                     ends = on_evaluation(step, results)
-                if ends:
+                if isinstance(ends, bool | np.bool_) and ends:  # a logger may return a count
                     break
             if stops:
                 checkpoints.wait_for_all()

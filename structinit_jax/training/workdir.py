@@ -5,6 +5,7 @@ Which fields of the config may change depends on what a checkpoint is used for: 
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import socket
@@ -185,8 +186,11 @@ def check_config(old: Mapping[str, Any], config: ConfigDict, level: int, place: 
     other config. Scheme options that are not set count as set to their defaults. Raises an
     `InputError` that names `place` if a listed field `decides` the level, for example `RUN`.
     """
-    old = flatten_dict(old, sep=".")
-    new = flatten_dict(json.loads(config.to_json()), sep=".")  # with lists for tuples, as in `old`
+    new = json.loads(config.to_json())  # with lists for tuples, as in `old`
+    # A field of a custom model or scheme can be a dict.
+    flatten = functools.partial(flatten_dict, sep=".", is_leaf=lambda path, _: len(path) == 2)
+    old = flatten(old)
+    new = flatten(new)
     options = [field for field in old.keys() | new.keys() if field.startswith(SCHEME)]
     defaults = dict.fromkeys(options)
     with contextlib.suppress(InputError):  # A custom scheme may not be importable.
