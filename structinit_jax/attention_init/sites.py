@@ -146,13 +146,12 @@ class RotarySite(AttentionStack):
             "or heads share the angles: leave out class and register tokens"
         )
 
-        def fits(angles):
-            shape = np.shape(angles)
-            if shape[2:] != whole[2:] or np.broadcast_shapes(shape, whole) != whole:
-                return False
-            return not is_concrete(angles) or np.isfinite(np.asarray(angles)).all()
-
-        require("RotarySite.angles", self.angles, needs, fits(self.angles))
+        shape = np.shape(self.angles)
+        fits = shape[2:] == whole[2:]
+        fits = fits and all(n in (1, m) for n, m in zip(shape, whole, strict=True))
+        if is_concrete(self.angles):
+            fits = fits and np.isfinite(np.asarray(self.angles)).all()
+        require("RotarySite.angles", self.angles, needs, fits)
 
 
 @dataclasses.dataclass(frozen=True)
