@@ -32,6 +32,12 @@ def test_similar_heads_have_as_much_of_the_identity_as_mimetics_factors():
     np.testing.assert_allclose(*sizes, rtol=1e-4)
 
 
+def test_heads_almost_as_wide_as_the_model_have_finite_weights():
+    query, key = similar_heads(dataclasses.replace(SITE, num_heads=1, head_dim=WIDTH - 1))
+    products = np.einsum("LDhd,LEhd->LhDE", query, key)
+    assert 0.65 < np.trace(products, axis1=2, axis2=3).mean() / WIDTH < 0.75
+
+
 @pytest.mark.parametrize(("heads", "dim"), [(1, WIDTH), (2, WIDTH + 16)])
 def test_heads_as_wide_as_the_model_attend_to_similar_tokens(heads, dim):
     query, key = similar_heads(dataclasses.replace(SITE, num_heads=heads, head_dim=dim))

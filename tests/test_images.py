@@ -40,6 +40,12 @@ def encoded(image, image_format, **options):
     return buffer.getvalue()
 
 
+def turned(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
 def distance(pixels, image):
     """Mean absolute difference from a Pillow image of the same mode."""
     expected = np.asarray(image).reshape(pixels.shape)
@@ -77,9 +83,7 @@ def test_sixteen_bits_keep_the_upper_eight():
 @pytest.mark.parametrize("image_format", ["JPEG", "PNG", "TIFF"])
 def test_exif_orientation(photo, image_format):
     for orientation in range(1, 9):
-        exif = Image.Exif()
-        exif[0x0112] = orientation
-        content = encoded(photo, image_format, exif=exif)
+        content = encoded(photo, image_format, exif=turned(orientation))
         right = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
         image = StoredImage(content, 3, "rotated")
         assert image.size == right.size[::-1]
@@ -87,9 +91,7 @@ def test_exif_orientation(photo, image_format):
 
 
 def test_exif_of_an_image_that_pillow_finds_too_large(photo, monkeypatch):
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    content = encoded(photo, "JPEG", exif=exif)
+    content = encoded(photo, "JPEG", exif=turned(6))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     assert StoredImage(content, 3, "large").size == photo.size  # width first
 
@@ -100,13 +102,20 @@ def test_unknown_formats_are_named_without_an_address():
 
 
 def test_exif_is_found_after_segments_that_look_like_others(photo):
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    content = encoded(photo, "JPEG", exif=exif)
+    content = encoded(photo, "JPEG", exif=turned(6))
     # A padding byte, then a comment segment that contains a scan marker and an Exif identifier.
     comment = b"\xff\xff\xfe\0\x10\xff\xda\xff\xe1Exif\0\0\0\0\0\0"
     image = StoredImage(content[:2] + comment + content[2:], 3, "photo")
     assert image.size == photo.size  # width first
+
+
+@pytest.mark.parametrize("mode", ["RGB", "CMYK"])  # of which Pillow decodes the second
+def test_an_orientation_that_only_xmp_has_is_not_applied(photo, mode):
+    xmp = b'<rdf:Description tiff:Orientation="6"/>'
+    content = encoded(photo.convert(mode), "JPEG", xmp=xmp)
+    assert ImageOps.exif_transpose(Image.open(io.BytesIO(content))).size == photo.size[::-1]
+    image = StoredImage(content, 3, "photo")
+    assert image.size == image.decode().shape[:2] == photo.size[::-1]  # width first
 
 
 def test_damaged_exif_is_passed_over(photo):
@@ -115,20 +124,15 @@ def test_damaged_exif_is_passed_over(photo):
     assert distance(StoredImage(damaged, 3, "photo").decode(), right) == 0
 
 
-@pytest.mark.parametrize("orientation", [1, 6])
-def test_scaled_decode_is_large_enough_and_alike(photo, orientation):
+def test_scaled_decode_is_large_enough_and_alike(photo):
     large = photo.resize((960, 640), Image.Resampling.BICUBIC)
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    content = encoded(large, "JPEG", quality=95, exif=exif)
-    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
+    content = encoded(large, "JPEG", quality=95, exif=turned(6))
     image = StoredImage(content, 3, "large")
-    width, height = upright.size
     for reduction, scale in SCALES:
-        pixels, decoded = image.decode_scaled(reduction)
-        assert decoded == scale
-        assert pixels.shape == (height * scale, width * scale, 3)
-        box = upright.resize(pixels.shape[1::-1], Image.Resampling.BOX)
+        pixels, *found = image.decode_scaled(reduction)
+        assert found == [scale, 6]
+        assert pixels.shape == (640 * scale, 960 * scale, 3)
+        box = large.resize(pixels.shape[1::-1], Image.Resampling.BOX)
         assert distance(pixels, box) < 2
 
 
@@ -144,7 +148,7 @@ def test_truncated_images_are_refused_by_name(photo, image_format, kept):
 def test_damage_that_pillow_tolerates_is_ignored(photo):
     content = encoded(photo, "JPEG")[:-300] + b"\xff\xd9"
     right = Image.open(io.BytesIO(content))
-    pixels, scale = StoredImage(content, 3, "photo").decode_scaled(8.0)
+    pixels, scale, _ = StoredImage(content, 3, "photo").decode_scaled(8.0)
     assert scale == 1
     assert distance(pixels, right) == 0
 
@@ -202,16 +206,19 @@ def test_crop_without_scaled_decode_is_pillows(large_photo, box, interpolation, 
     assert differences.max() <= (8 if simd else 0)
 
 
-@pytest.mark.parametrize("box", [(0, 0, 427, 640), (101, 203, 300, 233), (7, 1, 211, 411)])
-def test_crop_with_scaled_decode_is_close(large_photo, box):
-    image = StoredImage(encoded(large_photo, "JPEG", quality=95), 3, "photo")
-    got = crop_and_resize(image, box, 64, "bicubic")
-    top, left, height, width = box
-    part = large_photo.crop((left, top, left + width, top + height))
-    right = np.asarray(part.resize((64, 64), Image.Resampling.BICUBIC)).astype(float)
-    assert np.abs(got - right).mean() < 2
-    # A shift by one pixel would show.
-    assert np.abs(got - np.roll(right, 1, axis=0)).mean() > 8
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_crop_with_scaled_decode_is_close(large_photo, orientation):
+    content = encoded(large_photo, "JPEG", quality=95, exif=turned(orientation))
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
+    for box in ((0, 0, *upright.size[::-1]), (101, 203, 300, 223), (7, 1, 211, 411)):
+        got = crop_and_resize(StoredImage(content, 3, "photo"), box, 64, "bicubic")
+        top, left, height, width = box
+        part = upright.crop((left, top, left + width, top + height))
+        right = np.asarray(part.resize((64, 64), Image.Resampling.BICUBIC)).astype(float)
+        error = np.abs(got - right).mean()
+        assert error < 2
+        # A shift by one pixel would show.
+        assert np.abs(got - np.roll(right, 1, axis=0)).mean() > 8 * error
 
 
 # -- center crops ----------------------------------------------------------------------------------

@@ -137,6 +137,8 @@ def append_similar_heads(
 
     def iterate(_, w):
         w = a @ (jnp.swapaxes(a, -1, -2) @ w)
+        if 2 * sizes.head_dim > sizes.width:  # Wᵀ W may have no Cholesky factor in float32
+            return map_matrices(lambda x: jnp.linalg.qr(x)[0], w)
         # On CPUs, a QR decomposition of this shape takes a hundred times as long as a Cholesky one.
         inverse = map_matrices(invert_factor, jnp.swapaxes(w, -1, -2) @ w)
         return w @ jnp.swapaxes(inverse, -1, -2)

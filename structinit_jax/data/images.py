@@ -30,7 +30,11 @@ except ImportError:  # there is no wheel for this platform, for example ARM Linu
 PIL_MODES = {1: "L", 3: "RGB"}  # by the number of channels
 JPEG_MODES = {"Gray": "GRAY", "YCbCr": "RGB", "RGB": "RGB"}  # by color space; Pillow decodes CMYK
 START_OF_SCAN = 0xDA  # marker of a JPEG
-TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that swap height and width
+UPRIGHT = 1  # EXIF orientation
+# EXIF orientations of images that are made upright by swapping axes, then reversing rows, columns.
+TRANSPOSED = (5, 6, 7, 8)
+ROWS_REVERSED = (3, 4, 7, 8)
+COLUMNS_REVERSED = (2, 3, 6, 7)
 
 RATIO = (3 / 4, 4 / 3)  # smallest and largest width / height of random boxes, as in timm
 ATTEMPTS = 10  # as in torchvision
@@ -100,17 +104,18 @@ class StoredImage:
 
     def decode(self) -> np.ndarray:
         """Returns the pixels, uint8 [h, w, C]."""
-        pixels, _ = self.decode_scaled(1.0)
-        return pixels
+        pixels, _, orientation = self.decode_scaled(1.0)
+        return _turn(pixels, orientation)
 
-    def decode_scaled(self, reduction: float) -> tuple[np.ndarray, float]:
-        """Returns the pixels, uint8 [h, w, C], and their scale.
+    def decode_scaled(self, reduction: float) -> tuple[np.ndarray, float, int]:
+        """Returns pixels, uint8 [h, w, C], their scale, and the orientation to apply to them.
 
         A JPEG is decoded at the smallest of the scales 1/8, 1/4, 3/8, 1/2 that is at least
-        `1 / reduction`. If there is none, or if Pillow decodes the image, the scale is 1.
+        `1 / reduction`. If there is none, or if Pillow decodes the image, the scale is 1. The last
+        row and column of scaled pixels can be incomplete.
         """
         if self._jpeg is None:
-            return self._pixels, 1.0
+            return self._pixels, 1.0, UPRIGHT
         height, width, mode, orientation = self._jpeg
         eighths = next((n for n in (1, 2, 3, 4) if n * reduction >= 8), 8)
         try:
@@ -122,10 +127,10 @@ class StoredImage:
             )
         except ValueError:
             # simplejpeg stops at the first warning. Pillow continues, but rejects truncated files.
-            return self._pixels, 1.0
+            return self._pixels, 1.0, UPRIGHT
         if pixels.shape[-1] != self._channels:
             pixels = _from_pillow(_to_pillow(pixels), self._channels)
-        return _turn(pixels, orientation), eighths / 8
+        return pixels, eighths / 8, orientation
 
     def num_bytes(self) -> int:
         """Returns the stored size in bytes, without opening a file."""
@@ -168,7 +173,7 @@ class StoredImage:
 
     @functools.cached_property
     def _pixels(self) -> np.ndarray:
-        """The pixels as Pillow decodes them, uint8 [h, w, C]."""
+        """The upright pixels as Pillow decodes them, uint8 [h, w, C]."""
         data = self._data
         try:
             return _decode_with_pillow(data, self._channels)
@@ -181,6 +186,7 @@ class StoredImage:
 def _decode_with_pillow(data, channels):
     image = _to_pillow(data) if isinstance(data, np.ndarray) else Image.open(io.BytesIO(data))
     image.load()  # Pillow rotates a TIFF here and removes its orientation tag.
+    image.info.pop("xmp", None)  # where `getexif` also looks, unlike `_read_exif`
     orientation = _orientation(image.getexif)
     if image.mode.startswith("I;16"):  # Pillow's own conversion clips at 255
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
@@ -217,20 +223,20 @@ def _read_exif(jpeg):
 
 
 def _orientation(read_exif):
-    """Returns the orientation in the Exif data that `read_exif` returns; 1 is upright."""
+    """Returns the orientation in the Exif data that `read_exif` returns."""
     try:
-        return read_exif().get(ExifTags.Base.Orientation, 1)
+        return read_exif().get(ExifTags.Base.Orientation, UPRIGHT)
     except Exception:  # damaged tags
-        return 1
+        return UPRIGHT
 
 
 def _turn(pixels, orientation):
     """Returns an upright view of pixels [h, w, C]."""
     if orientation in TRANSPOSED:
         pixels = pixels.swapaxes(0, 1)
-    if orientation in (3, 4, 7, 8):
+    if orientation in ROWS_REVERSED:
         pixels = pixels[::-1]
-    return pixels[:, ::-1] if orientation in (2, 3, 6, 7) else pixels
+    return pixels[:, ::-1] if orientation in COLUMNS_REVERSED else pixels
 
 
 # -- cropping --------------------------------------------------------------------------------------
@@ -316,7 +322,16 @@ def crop_and_resize(
     `image_size` pixels in each direction. (timm and torchvision decode at full size.)
     """
     top, left, height, width = box
-    pixels, scale = image.decode_scaled(min(height, width) / image_size)
+    pixels, scale, orientation = image.decode_scaled(min(height, width) / image_size)
+    # The stored pixels are cropped, and the crop is turned: a scaled image that was turned first
+    # could begin with an incomplete row or column, which would displace the crop.
+    rows, columns = image.size
+    if orientation in ROWS_REVERSED:
+        top = rows - top - height
+    if orientation in COLUMNS_REVERSED:
+        left = columns - left - width
+    if orientation in TRANSPOSED:
+        top, left, height, width = left, top, width, height
     bottom = (top + height) * scale
     right = (left + width) * scale
     top = top * scale
@@ -325,7 +340,8 @@ def crop_and_resize(
     y = math.floor(top)
     x = math.floor(left)
     inside = pixels[y : math.ceil(bottom), x : math.ceil(right)]
-    return _resize(inside, (left - x, top - y, right - x, bottom - y), image_size, interpolation)
+    corners = (left - x, top - y, right - x, bottom - y)
+    return _turn(_resize(inside, corners, image_size, interpolation), orientation)
 
 
 def _resize(pixels, box, size, interpolation):

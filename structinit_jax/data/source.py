@@ -228,6 +228,8 @@ def parse_split(spec: str, info: DatasetInfo) -> list[tuple[str, range]]:
         if not match or match[1] not in info.num_examples:
             raise problem(f"{term!r} is not a split or a part of one")
         split, start, stop = match.groups()
+        if start and stop and start.endswith("%") != stop.endswith("%"):
+            raise problem(f"{term!r} has one bound in percent: give both or none in percent")
         size = info.num_examples[split]
         parts.append((split, range(position(start, size, 0), position(stop, size, size))))
     if not any(part for _, part in parts):
