@@ -1,6 +1,7 @@
 """Runs the tests on eight virtual CPU devices, with shapes, types and promotions checked."""
 
 import contextlib
+import fcntl
 import gc
 import io
 import json
@@ -44,13 +45,17 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.stem not in LONG)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def compilation_cache(tmp_path_factory):
-    """Compiles identical programs of all tests, their commands and both workers only once."""
+@pytest.fixture(scope="session")
+def session_folder(tmp_path_factory):
+    """A folder that both workers of a session share."""
     folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # shared by the session
-    folder = Path(os.environ.get("TEST_CACHE_DIR", folder))  # kept between sessions if set
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compilation_cache(session_folder):
+    """Compiles identical programs of all tests, their commands and both workers only once."""
+    folder = Path(os.environ.get("TEST_CACHE_DIR", session_folder))  # kept between sessions if set
     fork_main.ENVIRONMENT["XDG_CACHE_HOME"] = str(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder / "structinit_jax" / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -58,38 +63,26 @@ def compilation_cache(tmp_path_factory):
 
 
 def make_tiny_config():
-    """Digits for two epochs of six steps, with a model that compiles in a second or two."""
+    """Digits for two epochs of six steps, with a model that compiles in a second or two.
+
+    It logs at steps 5 and 10, and logs and saves at 4, 6, 8 and 12.
+    """
     from structinit_jax.config import base_config
 
     config = base_config()
     config.update(num_epochs=2.0, batch_size=64, warmup_epochs=0.5)
-    config.update(log_every_steps=2, eval_every_epochs=1.0, checkpoint_every_steps=4)
+    config.update(log_every_steps=5, eval_every_epochs=1.0, checkpoint_every_steps=4)
     config.model.update(num_classes=10, width=16, depth=2, num_heads=2, patch_size=2)
+    config.model.drop_path = 0.2
     config.data.update(name="digits", train_split="train[:384]")
     config.data.eval_split = "test[:90]"  # not a multiple of the batch size
     config.data.update(image_size=8, channels=1, mean=(0.3,), std=(0.4,))
     return config
 
 
-def make_run_config():
-    """The config of `finished_run`, with drop path.
-
-    It logs at steps 5 and 10, and logs and saves at 4, 6, 8 and 12.
-    """
-    config = make_tiny_config()
-    config.log_every_steps = 5
-    config.model.drop_path = 0.2
-    return config
-
-
 @pytest.fixture
 def tiny_config():
     return make_tiny_config()
-
-
-@pytest.fixture
-def run_config():
-    return make_run_config()
 
 
 class Run(NamedTuple):
@@ -99,15 +92,20 @@ class Run(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def finished_run(tmp_path_factory):
-    """A run of 12 steps that the tests share; they must not write to its workdir."""
+def finished_run(session_folder):
+    """A run of 12 steps that the tests of both workers share; none may write to its workdir."""
     from structinit_jax.training import train
 
-    workdir, output = tmp_path_factory.mktemp("finished_run"), io.StringIO()
-    with library_promotion_rules(), contextlib.redirect_stdout(output):
-        # What a logger returns, such as a count of characters, does not end a run.
-        results = train.train(make_run_config(), workdir, on_evaluation=lambda *_: 17)
-    return Run(workdir, results, output.getvalue())
+    workdir, record = session_folder / "finished_run", session_folder / "finished_run.json"
+    with (session_folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not record.exists():
+            output = io.StringIO()
+            with library_promotion_rules(), contextlib.redirect_stdout(output):
+                # What a logger returns, such as a count of characters, does not end a run.
+                results = train.train(make_tiny_config(), workdir, on_evaluation=lambda *_: 17)
+            record.write_text(json.dumps([results, output.getvalue()]))
+    return Run(workdir, *json.loads(record.read_text()))
 
 
 @pytest.fixture

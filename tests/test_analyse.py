@@ -178,11 +178,11 @@ def test_measures_are_drawn_by_layer(tmp_path, drawn):
 
 
 def test_a_run_is_not_compared_with_the_start_of_another_and_schemes_with_each_other(
-    run_config, finished_run, tmp_path, monkeypatch
+    tiny_config, finished_run, tmp_path, monkeypatch
 ):
     flags = dict(workdir=finished_run.workdir, schemes=[], num_images=8, step=None)
     monkeypatch.setattr(analyse, "FLAGS", types.SimpleNamespace(**flags))
-    monkeypatch.setattr(command_line, "read_config", lambda overrides: run_config)
+    monkeypatch.setattr(command_line, "read_config", lambda overrides: tiny_config)
     monkeypatch.setattr(command_line, "out_folder", lambda default: tmp_path)
     snapshots = []
     monkeypatch.setattr(analyse, "write", lambda found, *_: snapshots.extend(found))
@@ -196,7 +196,7 @@ def test_a_run_is_not_compared_with_the_start_of_another_and_schemes_with_each_o
         analyse.main([])
     analyse.FLAGS.schemes = []
     analyse.FLAGS.step = None
-    run_config.seed = 9
+    tiny_config.seed = 9
     with pytest.raises(InputError, match=r"\n  seed: 0 -> 9\n"):
         analyse.main([])
 

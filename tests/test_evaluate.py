@@ -22,66 +22,66 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
 def test_a_checkpoint_is_evaluated_as_in_training_or_on_other_data(
-    run_config, finished_run, tmp_path, capsys
+    tiny_config, finished_run, tmp_path, capsys
 ):
-    results = evaluate.evaluate_checkpoint(run_config, finished_run.workdir, out=tmp_path)
+    results = evaluate.evaluate_checkpoint(tiny_config, finished_run.workdir, out=tmp_path)
     assert results == pytest.approx(finished_run.results, rel=1e-6)
     examples = np.bincount(open_dataset("digits").split("test[:90]").labels()).tolist()
     for folder in (tmp_path, finished_run.workdir):
         with (folder / "per_class.csv").open() as file:
             assert [int(row["examples"]) for row in csv.DictReader(file)] == examples
     write_small_set(tmp_path, num_classes=10)
-    run_config.data.update(name="imagenet_sketch", eval_split="test", data_dir=str(tmp_path))
-    evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
+    tiny_config.data.update(name="imagenet_sketch", eval_split="test", data_dir=str(tmp_path))
+    evaluate.evaluate_checkpoint(tiny_config, finished_run.workdir)
     output = capsys.readouterr().out
     assert "on 90 examples of digits test[:90]" in output
     assert "on 2 examples of imagenet_sketch test" in output
 
 
-def test_weights_are_split_over_the_devices_that_there_are(run_config, finished_run, monkeypatch):
+def test_weights_are_split_over_the_devices_that_there_are(tiny_config, finished_run, monkeypatch):
     monkeypatch.setattr(sharding, "MIN_SIZE_TO_SHARD", 1)
-    run_config.update(fsdp=4, batch_size=20)  # neither fits six devices
+    tiny_config.update(fsdp=4, batch_size=20)  # neither fits six devices
     devices = jax.devices()[:6]
-    model, state, _ = evaluate.restore_model(run_config, finished_run.workdir, devices)
+    model, state, _ = evaluate.restore_model(tiny_config, finished_run.workdir, devices)
     assert model.mesh.shape == {"data": 3, "fsdp": 2}
     kernel = state.params["blocks"]["mlp"]["fc1"]["kernel"]
     assert kernel.addressable_shards[0].data.size == kernel.size // 2
     monkeypatch.setattr(jax, "devices", lambda: devices)
-    results = evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
+    results = evaluate.evaluate_checkpoint(tiny_config, finished_run.workdir)
     assert results == pytest.approx(finished_run.results, rel=1e-5)
 
 
-def test_a_model_that_is_computed_otherwise_is_refused(run_config, finished_run):
-    run_config.data.mean = (0.5,)
-    run_config.model.positions = "rope"  # has the same parameters
+def test_a_model_that_is_computed_otherwise_is_refused(tiny_config, finished_run):
+    tiny_config.data.mean = (0.5,)
+    tiny_config.model.positions = "rope"  # has the same parameters
     message = r"as in step 12 in .*\n  data.mean: .*\n  model.positions: 'sincos' -> "
     with pytest.raises(InputError, match=message):
-        evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
+        evaluate.evaluate_checkpoint(tiny_config, finished_run.workdir)
 
 
-def test_data_with_other_classes_are_refused(run_config, finished_run, monkeypatch):
+def test_data_with_other_classes_are_refused(tiny_config, finished_run, monkeypatch):
     dataset = open_dataset("digits")
     names = ["1", "0", *dataset.class_names[2:]]
     other = dataclasses.replace(dataset, class_names=names)
     monkeypatch.setattr(datasets, "open_dataset", lambda *_: other)
     with pytest.raises(InputError, match=r"\n  '0' -> '1'\n  '1' -> '0'$"):
-        evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
+        evaluate.evaluate_checkpoint(tiny_config, finished_run.workdir)
 
 
-def test_the_checkpoint_can_be_chosen(run_config, finished_run, tmp_path, capsys):
-    evaluate.evaluate_checkpoint(run_config, finished_run.workdir, "8")
+def test_the_checkpoint_can_be_chosen(tiny_config, finished_run, tmp_path, capsys):
+    evaluate.evaluate_checkpoint(tiny_config, finished_run.workdir, "8")
     assert "step 8  eval loss" in capsys.readouterr().out
     run = checkpoint.read_run(finished_run.workdir / "checkpoints", 8)
     assert run["accuracy"] is None  # Step 8 was not evaluated in training.
     metrics = [line for line in read_metrics(finished_run.workdir) if "eval/accuracy" in line]
     best = max(metrics, key=lambda line: (line["eval/accuracy"], line["step"]))
-    _, state, _ = evaluate.restore_model(run_config, finished_run.workdir, step="best")
+    _, state, _ = evaluate.restore_model(tiny_config, finished_run.workdir, step="best")
     assert state.step == best["step"]
     run = checkpoint.read_run(finished_run.workdir / "checkpoints", best["step"])
     assert run["accuracy"] == best["eval/accuracy"]
     for workdir in (finished_run.workdir, tmp_path / "missing"):
         with pytest.raises(InputError, match=rf"workdir='{workdir}' .*'5'; it has (12, |none)"):
-            evaluate.evaluate_checkpoint(run_config, workdir, "5")
+            evaluate.evaluate_checkpoint(tiny_config, workdir, "5")
 
 
 # -- Classifier ------------------------------------------------------------------------------------
@@ -103,18 +103,18 @@ def digits(tmp_path_factory):
     return images, files, source.labels()
 
 
-def test_logits_are_those_of_the_checkpoint(classify, digits, run_config, finished_run):
+def test_logits_are_those_of_the_checkpoint(classify, digits, tiny_config, finished_run):
     images, files, _ = digits
-    model, state, _ = evaluate.restore_model(run_config, finished_run.workdir, jax.devices()[:1])
+    model, state, _ = evaluate.restore_model(tiny_config, finished_run.workdir, jax.devices()[:1])
     network = nnx.merge(model.graphdef, state.params, state.model_state)
-    mean, std = (tuple(run_config.data[x]) for x in ("mean", "std"))
+    mean, std = (tuple(tiny_config.data[x]) for x in ("mean", "std"))
     expected = jax.jit(lambda images: network(normalize(images, mean, std))[0])(images)
     np.testing.assert_allclose(classify(files), expected, atol=1e-5)
     np.testing.assert_allclose(classify(str(f) for f in files[3:4]), expected[3:4], atol=1e-5)
 
 
 def test_images_are_cropped_as_the_config_says(
-    classify, digits, run_config, finished_run, tmp_path, monkeypatch
+    classify, digits, tiny_config, finished_run, tmp_path, monkeypatch
 ):
     images, files, labels = digits
     for number, image in enumerate(images[:3]):
@@ -124,8 +124,8 @@ def test_images_are_cropped_as_the_config_says(
     monkeypatch.setitem(classify.config.data, "crop_fraction", 0.5)
     logits = classify(files)
     np.testing.assert_allclose(logits[:3], expected, atol=1e-5)
-    run_config.data.crop_fraction = 0.5
-    accuracy = evaluate.evaluate_checkpoint(run_config, finished_run.workdir)["eval/accuracy"]
+    tiny_config.data.crop_fraction = 0.5
+    accuracy = evaluate.evaluate_checkpoint(tiny_config, finished_run.workdir)["eval/accuracy"]
     assert accuracy == pytest.approx(np.mean(logits.argmax(axis=1) == labels))
     assert accuracy != finished_run.results["eval/accuracy"]
 

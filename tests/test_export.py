@@ -17,12 +17,12 @@ from structinit_jax.models.timm import from_timm
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
-def test_the_file_has_the_weights_of_the_newest_checkpoint(run_config, finished_run, tmp_path):
-    model, state, _ = evaluate.restore_model(run_config, finished_run.workdir)
+def test_the_file_has_the_weights_of_the_newest_checkpoint(tiny_config, finished_run, tmp_path):
+    model, state, _ = evaluate.restore_model(tiny_config, finished_run.workdir)
     params = jax.device_get(state.params)
-    run_config.batch_size = 9  # does not fit the devices
-    assert export.export(run_config, finished_run.workdir, tmp_path) == 12
-    options = run_config.model.to_dict() | {"image_size": 8}
+    tiny_config.batch_size = 9  # does not fit the devices
+    assert export.export(tiny_config, finished_run.workdir, tmp_path) == 12
+    options = tiny_config.model.to_dict() | {"image_size": 8}
     loaded = nnx.eval_shape(lambda: create_model(options, channels=1, rngs=nnx.Rngs(9)))
     from_timm(loaded, load_file(tmp_path / "model.safetensors"))
     images = np.random.default_rng(0).normal(size=(2, 8, 8, 1)).astype(np.float32)
@@ -33,13 +33,13 @@ def test_the_file_has_the_weights_of_the_newest_checkpoint(run_config, finished_
 # timm's ImageFolder orders these names as 1, 2, 10, apple, "cat ", Zebra; with the map, its labels
 # are those of data/folder.py. Checked with timm.data.create_dataset(class_map=FILE), timm 1.0.31.
 def test_a_folder_has_the_card_and_the_class_map_of_timm(
-    run_config, finished_run, tmp_path, monkeypatch
+    tiny_config, finished_run, tmp_path, monkeypatch
 ):
     names = ["1", "10", "2", "Zebra", "apple", "cat "]
     restore_model = export.restore_model
     monkeypatch.setattr(export, "restore_model", lambda *args: (*restore_model(*args)[:2], names))
     for _ in range(2):  # the second replaces the first
-        export.export(run_config, finished_run.workdir, tmp_path)
+        export.export(tiny_config, finished_run.workdir, tmp_path)
     card = json.loads((tmp_path / "config.json").read_text())
     assert card["architecture"] == "vit_base_patch16_224"
     assert card["model_args"]["embed_dim"] == 16
@@ -85,8 +85,8 @@ def test_timms_arguments_of_a_swin():
     assert card["pretrained_cfg"]["crop_pct"] == 0.9
 
 
-def test_other_models_and_the_workdir_of_a_run_are_refused(run_config, finished_run):
+def test_other_models_and_the_workdir_of_a_run_are_refused(tiny_config, finished_run):
     with pytest.raises(InputError, match=r"name='mixer'"):
         export.timm_card(base_config("mixer"))
     with pytest.raises(InputError, match=r"^folder="):
-        export.export(run_config, finished_run.workdir, finished_run.workdir)
+        export.export(tiny_config, finished_run.workdir, finished_run.workdir)

@@ -45,7 +45,8 @@ def fake_train(config, workdir, trained, stop_request=None, on_evaluation=None):
 def start(tiny_config, tmp_path, monkeypatch):
     """Starts a comparison; returns how many runs failed, and which were trained."""
     tiny_config.lock()
-    # Tracing would take most of a comparison's time here.
+    # Tracing and drawing would take most of a comparison's time here.
+    monkeypatch.setattr(report, "png", lambda figure: b"")
     untraced = dict(make_model=lambda *_: None, make_optimizer=lambda *_: None)
     monkeypatch.setattr(grid, "build", types.SimpleNamespace(**vars(grid.build) | untraced))
     for name in ("make_initializer", "make_train_step"):

@@ -13,36 +13,37 @@ from structinit_jax.training import build
 
 
 @pytest.mark.usefixtures("library_promotion")
-def test_runs_that_train_at_once_equal_single_runs(run_config, caplog):
+def test_runs_that_train_at_once_equal_single_runs(tiny_config, caplog):
     script = runpy.run_path(str(fork_main.ROOT / "benchmarks" / "sweep.py"))
-    run_config.num_steps = 3
-    run_config.augment.flip = 0.5
+    tiny_config.num_steps = 3
+    tiny_config.model.depth = 1
+    tiny_config.augment.flip = 0.5
     texts = ["default", "mimetic:value_scale=0.5"]
     schemes = [script["read_scheme"](text) for text in texts]
     assert script["read_scheme"]("impulse_2024:max_steps=3,first_input='uniform'")
     for text in ("impulse:target_mass", "impulse:nope=1"):
         with pytest.raises(InputError):
             script["read_scheme"](text)
-    run_config.ema_decay = 0.9
+    tiny_config.ema_decay = 0.9
     with pytest.raises(InputError, match="ema_decay"):
-        script["sweep"](run_config, schemes, [1.0, 2.0], num_seeds=2)
-    run_config.ema_decay = 0.0
+        script["sweep"](tiny_config, schemes, [1.0, 2.0], num_seeds=2)
+    tiny_config.ema_decay = 0.0
     with jax.log_compiles():
-        state, accuracies = script["sweep"](run_config, schemes, [1.0, 2.0], num_seeds=2)
+        state, accuracies = script["sweep"](tiny_config, schemes, [1.0, 2.0], num_seeds=2)
     assert caplog.text.count("Compiling jit(step)") == 1
     (accuracy,) = accuracies.values()
     assert accuracy.shape == (2, 4)
 
     # The last run: seed 1, mimetic, twice the learning rate.
-    run_config.seed = 1
-    run_config.learning_rate *= 2
-    run_config.warmup_learning_rate *= 2
-    run_config.final_learning_rate *= 2
-    run_config.attention_init = dict(name="mimetic", value_scale=0.5)
-    run = set_up(run_config, jax.devices()[:1])
+    tiny_config.seed = 1
+    tiny_config.learning_rate *= 2
+    tiny_config.warmup_learning_rate *= 2
+    tiny_config.final_learning_rate *= 2
+    tiny_config.attention_init = dict(name="mimetic", value_scale=0.5)
+    run = set_up(tiny_config, jax.devices()[:1])
     expected = run.initialize()
-    source = build.open_split(run_config, build.open_data(run_config), "train_split")
-    for batch in build.train_batches(run_config, source, run.model.mesh, 0, 3):
+    source = build.open_split(tiny_config, build.open_data(tiny_config), "train_split")
+    for batch in build.train_batches(tiny_config, source, run.model.mesh, 0, 3):
         expected, _ = run.train_step(expected, batch, np.uint32(1))
     found = jax.tree.map(lambda leaf: leaf[1, 3], state.params)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found, expected.params)

@@ -28,12 +28,12 @@ def final_state(config, workdir):
 
 
 @pytest.fixture
-def longer_config(run_config):
+def longer_config(tiny_config):
     """Continues the finished run from step 12 to step 18, with fields that may change."""
-    run_config.update(num_epochs=3.0, learning_rate=5e-4)
-    run_config.clip_norm = 0.0  # keeps its place in the optimizer state
-    run_config.loss = "test_train:own_loss"
-    return run_config
+    tiny_config.update(num_epochs=3.0, learning_rate=5e-4)
+    tiny_config.clip_norm = 0.0  # keeps its place in the optimizer state
+    tiny_config.loss = "test_train:own_loss"
+    return tiny_config
 
 
 def own_loss(logits, targets):
@@ -76,44 +76,44 @@ def test_training_writes_the_documented_files_and_output(finished_run):
     assert (results["eval/accuracy"] * 90) % 1 == pytest.approx(0, abs=1e-9)
 
 
-def test_averaged_weights_are_resumed_evaluated_and_exported(run_config, tmp_path, capsys):
-    run_config.attention_init = dict(name="default")
-    run_config.update(seed=1, ema_decay=0.8)
+def test_averaged_weights_are_resumed_evaluated_and_exported(tiny_config, tmp_path, capsys):
+    tiny_config.attention_init = dict(name="default")
+    tiny_config.update(seed=1, ema_decay=0.8)
 
     def on_evaluation(step, results):
         # Hooks can use JAX as usual, although the training loop disallows implicit transfers.
         assert jax.numpy.mean(jax.numpy.asarray(list(results.values()))) > 0
         return step == 6
 
-    stopped = train.train(run_config, tmp_path / "run", on_evaluation=on_evaluation)
+    stopped = train.train(tiny_config, tmp_path / "run", on_evaluation=on_evaluation)
     assert "note: the initial weights will still make up 7%" in capsys.readouterr().out  # 0.8**12
     assert [m["step"] for m in read_metrics(tmp_path / "run") if "eval/loss" in m] == [6]
-    results = train.train(run_config, tmp_path / "run")
+    results = train.train(tiny_config, tmp_path / "run")
     assert stopped != results
-    resumed = final_state(run_config, tmp_path / "run")
+    resumed = final_state(tiny_config, tmp_path / "run")
     assert resumed.step == 12
     # Repeats the run by hand with the config's seed.
-    setup = set_up(run_config)
+    setup = set_up(tiny_config)
     state = setup.initialize()
-    source = build.open_split(run_config, build.open_data(run_config), "train_split")
-    for batch in build.train_batches(run_config, source, setup.model.mesh, 0, 12):
+    source = build.open_split(tiny_config, build.open_data(tiny_config), "train_split")
+    for batch in build.train_batches(tiny_config, source, setup.model.mesh, 0, 12):
         state, _ = setup.train_step(state, batch, np.uint32(1))
     jax.tree.map(np.testing.assert_array_equal, resumed, jax.device_get(state))
 
-    found = evaluate.evaluate_checkpoint(run_config, tmp_path / "run")
+    found = evaluate.evaluate_checkpoint(tiny_config, tmp_path / "run")
     assert found == pytest.approx(results, rel=1e-6)
-    export.export(run_config, tmp_path / "run", tmp_path)
+    export.export(tiny_config, tmp_path / "run", tmp_path)
     bias = load_file(tmp_path / "model.safetensors")["head.bias"]
     np.testing.assert_array_equal(bias, resumed.ema["params"]["head"]["bias"])
-    run_config.ema_decay = 0.0  # the last step's weights, from the same checkpoint
-    _, state, _ = evaluate.restore_model(run_config, tmp_path / "run")
+    tiny_config.ema_decay = 0.0  # the last step's weights, from the same checkpoint
+    _, state, _ = evaluate.restore_model(tiny_config, tmp_path / "run")
     np.testing.assert_array_equal(state.params["head"]["bias"], resumed.params["head"]["bias"])
     assert np.any(state.params["head"]["bias"] != bias)
 
 
-def test_a_finished_run_started_again_is_evaluated(run_config, finished_run, workdir, capsys):
-    run_config.log_every_steps += 1  # is not recorded, because nothing is trained
-    again = train.train(run_config, workdir)
+def test_a_finished_run_started_again_is_evaluated(tiny_config, finished_run, workdir, capsys):
+    tiny_config.log_every_steps += 1  # is not recorded, because nothing is trained
+    again = train.train(tiny_config, workdir)
     assert again == pytest.approx(finished_run.results, rel=1e-6)
     assert "resumed from step 12" in capsys.readouterr().out
     for name in ("metrics.jsonl", "config.json"):

@@ -52,7 +52,7 @@ def like(new: Any, old: np.ndarray | jax.Array | jax.ShapeDtypeStruct) -> np.nda
     """Converts new values to the array kind (NumPy or JAX), dtype and sharding of the old ones."""
     if isinstance(old, np.ndarray) and not isinstance(new, jax.core.Tracer):
         return np.array(new, old.dtype, order="C")
-    new = jnp.asarray(new).astype(old.dtype)
+    new = jax.device_put(new).astype(old.dtype)  # `jnp.asarray` would compile for each shape
     uncommitted = np.ndarray | jax.core.Tracer | jax.ShapeDtypeStruct
     if isinstance(old, uncommitted) or not old.committed:
         return new
