@@ -16,7 +16,7 @@ RNG = jax.random.key(0)
 
 def similar_heads(site):
     none = jnp.zeros((0, site.width, site.num_heads, site.head_dim))
-    return draws.append_similar_heads(RNG, site, none, none)
+    return jax.jit(draws.append_similar_heads, static_argnums=1)(RNG, site.sizes, none, none)
 
 
 def test_similar_heads_have_as_much_of_the_identity_as_mimetics_factors():
