@@ -204,7 +204,8 @@ def test_a_run_is_not_compared_with_the_start_of_another_and_schemes_with_each_o
 def test_the_command_compares_a_run_with_its_start(finished_run, tmp_path):
     out = tmp_path / "out"
     arguments = (f"--workdir={finished_run.workdir}", f"--out={out}", "--num_images=8")
-    fork_main.run(*arguments, module=analyse.__name__)
+    # With the flags of this process, programs that it has compiled need not be compiled again.
+    fork_main.run(*arguments, module=analyse.__name__, XLA_FLAGS=os.environ["XLA_FLAGS"])
     analysis = json.loads((out / "analysis.json").read_text())
     assert analysis["subject"] == "vit, 8 training images of digits"
     models = analysis["models"]
