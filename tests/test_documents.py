@@ -24,6 +24,12 @@ PAGES = {
     for folder in (*FOLDERS, "benchmarks/**/*.md")
     for path in ROOT.glob(folder)
 }
+WORDS = {
+    word
+    for folder in ("structinit_jax/**/*.py", "configs/*", "tests/*.py", "launch/*.sh")
+    for path in ROOT.glob(folder)
+    for word in re.findall(r"\w+", path.read_text())
+}
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
 FIELDS = {
     *(
@@ -42,7 +48,7 @@ def anchors(text):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_modules_and_fields_exist(page):
+def test_links_modules_fields_and_names_exist(page):
     text = PAGES[page]
     for path, anchor in LINK.findall(text):
         target = (ROOT / page).parent / path if path else ROOT / page
@@ -56,6 +62,7 @@ def test_links_modules_and_fields_exist(page):
     if not page.startswith("benchmarks"):  # results there may be from earlier versions
         fields = re.findall(r"--config\.([a-z_][\w.]*\w)", text)
         assert not [field for field in fields if field not in FIELDS]
+        assert not {*re.findall(r"`(\w+_\w+)`", text)} - WORDS
 
 
 # -- examples in Python ----------------------------------------------------------------------------
