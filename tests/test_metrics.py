@@ -130,3 +130,7 @@ def test_a_trace_ends_after_four_steps(tmp_path, capsys):
         assert not capsys.readouterr().out
         trace.after(step, jnp.ones(1))
     assert capsys.readouterr().out.startswith("wrote a trace, starting at step 2, to")
+    trace.close()
+    assert not capsys.readouterr().out
+    StepTrace(tmp_path, first_step=9).close()
+    assert "ended before step 9" in capsys.readouterr().out

@@ -199,12 +199,15 @@ class StepTrace:
             self.close()
 
     def close(self) -> None:
-        """Writes the trace, if one is being recorded."""
-        if not self._active:
-            return
-        self._active = False
-        jax.profiler.stop_trace()
-        print(
-            f"wrote a trace, starting at step {self._first}, to {self._directory}: open "
-            "perfetto_trace.json.gz at https://ui.perfetto.dev, or the directory with XProf"
-        )
+        """Writes the trace, if one is being recorded; notes if none was recorded at all."""
+        first = self._first
+        self._first = None
+        if self._active:
+            self._active = False
+            jax.profiler.stop_trace()
+            print(
+                f"wrote a trace, starting at step {first}, to {self._directory}: open "
+                "perfetto_trace.json.gz at https://ui.perfetto.dev, or the directory with XProf"
+            )
+        elif first is not None:
+            print(f"note: no trace was written: the run ended before step {first}")
