@@ -91,6 +91,12 @@ REFUSED = {  # parameters, by a part of the message
     r"hold no attention layers .* blocks\.1\.attn\.proj": lambda: without("blocks.1.attn.qkv"),
     r"hold no attention layers [^:]*, only fc\.weight": lambda: shapes(fc=(8, 4)),
     "several stages are not supported": stages,
+    "detection_tokens belongs to tokens that": lambda: changed(detection_tokens=ONES),
+    "^grid: token_embedding": lambda: {
+        name: leaf
+        for name, leaf in changed(token_embedding__weight=WIDE).items()
+        if "patch_embed" not in name
+    },
 }
 
 

@@ -1,5 +1,6 @@
 """Describes a model of another project: its parameters by name, its sizes and its parts."""
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -30,9 +31,14 @@ _EXTRA_TOKENS = (
     r"(?:tok|tokens?|emb|embed|embeddings?)?)"
 )
 _RELATIVE = r"(?:.*[._])?(?:rel_pos|relative_pos|relative_att|position_bias|attention_bias).*"
+_WORDS = r"(?:.*\.)?(?:token_embedding|word_embeddings|embed_tokens|wte)(?:\..*)?"
 _ROTARY = r"(?:.*[._])?(?:rope|rotary|freqs).*"
 _BIAS_TABLE = "relative_position_bias_table"  # of Swin and BEiT
 _LAYER_SCALE = r"(?:.*\.)?((ls_?1|layer_?scale_?1)\.\w+|(gamma|lambda)_?1|scale1)"
+_UNSUPPORTED = {  # by a part of a name
+    "attn_grid.": "belongs to the grid attention of MaxViT",
+    "detection_tokens": "belongs to tokens that follow the image tokens",
+}
 _NORMS = re.compile(r"(?i:[^.]*(?:norm|ln)[^.]*)|0\.norm|1\.net\.0")  # the last two: vit-pytorch
 
 
@@ -230,12 +236,14 @@ class ForeignModel:
         return PositionTable(name, rows, *_split_rows(name, len(rows), extra, grid))
 
     def require_image_tokens(self) -> None:
-        """Raises `InputError` if the model embeds sequences or videos, not images."""
+        """Raises `InputError` if the model embeds words, sequences or videos, not images."""
         kernels = self._patch_kernels()
-        if kernels and not {2, 4} & set(kernels.values()):
+        if {2, 4} & set(kernels.values()):
+            return
+        for name in kernels or self._names(_WORDS):
             raise InputError(
-                f"grid: {next(iter(kernels))} embeds patches of a sequence or a video: pass "
-                "grid=(1, N) for N tokens, or grid=(rows, cols) of a single frame"
+                f"grid: {name} embeds words, or patches of a sequence or a video: pass grid=(1, N) "
+                "for N tokens, or grid=(rows, cols) of a single frame, and measure the maps"
             )
 
     def patch_bias(self) -> str:
@@ -296,9 +304,9 @@ class ForeignModel:
 
 def find_models(leaves: Leaves, num_heads: int | None) -> list[ForeignModel]:
     """Returns a model with each of its stacks: one for a ViT or BEiT, one per stage for a Swin."""
-    for name in leaves:
-        if "attn_grid." in name:
-            raise unsupported(name, "belongs to the grid attention of MaxViT")
+    for name, (part, why) in itertools.product(leaves, _UNSUPPORTED.items()):
+        if part in name:
+            raise unsupported(name, why)
     tables = [name for name in leaves if name.endswith(_BIAS_TABLE)]
     if not tables:
         return [ForeignModel(leaves, find_stack(leaves), num_heads)]

@@ -58,6 +58,6 @@ def torch_maps(model: Any, images: Any) -> list[Float[np.ndarray, "B h T T"]]:
     if not found:
         raise InputError(
             "model: the call computed no softmax over square logits [..., T, T]: pass a model that "
-            "is not compiled and computes its attention in torch"
+            "is not compiled, computes its attention in torch and does not choose a fused kernel"
         )
     return found

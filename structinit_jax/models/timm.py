@@ -58,6 +58,7 @@ def to_timm(model: nnx.Module) -> dict[str, np.ndarray]:
 def from_timm(model: nnx.Module, state_dict: StateDict) -> None:
     """Loads timm's weights into a model of the same architecture, in place.
 
+    Names and shapes do not show all of the architecture, such as another pooling or activation.
     The model can be abstract, as `nnx.eval_shape` returns it, which avoids drawing initial weights.
     Name prefixes of torch's DataParallel and `torch.compile` are removed. Raises `InputError` and
     leaves the model unchanged if an entry is missing, has another shape, or is unexpected, such as
