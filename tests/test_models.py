@@ -55,6 +55,7 @@ def test_variants_of_the_vit_have_heads_of_64_channels_or_as_many_as_their_name_
             named = re.search(r"_h(\d+)_", name)
             heads = int(named[1]) if named else changes["width"] // 64
             assert changes["num_heads"] == heads, name
+            assert changes["width"] % heads == 0
 
 
 def test_unknown_names_are_refused_with_similar_ones():
