@@ -33,9 +33,10 @@ def test_similar_heads_have_as_much_of_the_identity_as_mimetics_factors():
 
 
 def test_heads_almost_as_wide_as_the_model_have_finite_weights():
-    query, key = similar_heads(dataclasses.replace(SITE, num_heads=1, head_dim=WIDTH - 1))
+    site = dataclasses.replace(SITE, width=65, num_heads=1, head_dim=64, positions=None)
+    query, key = similar_heads(site)
     products = np.einsum("LDhd,LEhd->LhDE", query, key)
-    assert 0.65 < np.trace(products, axis1=2, axis2=3).mean() / WIDTH < 0.75
+    assert 0.6 < np.trace(products, axis1=2, axis2=3).mean() / 65 < 0.75
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(1, WIDTH), (2, WIDTH + 16)])
