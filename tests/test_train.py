@@ -92,6 +92,8 @@ def test_averaged_weights_are_resumed_evaluated_and_exported(tiny_config, tmp_pa
     assert stopped != results
     resumed = final_state(tiny_config, tmp_path / "run")
     assert resumed.step == 12
+    record = checkpoint.read_run(tmp_path / "run" / "checkpoints", 12)
+    assert "averaged weights" in record["evaluation"]
     # Repeats the run by hand with the config's seed.
     setup = set_up(tiny_config)
     state = setup.initialize()

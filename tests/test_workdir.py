@@ -147,7 +147,7 @@ def test_an_option_of_the_scheme_that_is_not_set_has_its_default(name, size, cap
 
 def test_other_training_data_are_refused_and_other_evaluation_data_noted(capsys):
     check(saved(), evaluation="cream")
-    assert capsys.readouterr().out.startswith(f"note: {PLACE} was evaluated on other images")
+    assert capsys.readouterr().out.startswith(f"note: {PLACE} was evaluated in another way")
     with pytest.raises(InputError, match=r"train_split='train' does not hold .* step 400 in"):
         check(saved(), data_digest="decaf")
 

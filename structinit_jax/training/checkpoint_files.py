@@ -85,7 +85,7 @@ def read_run(folder: epath.Path) -> dict[str, Any]:
 
     Its fields are 'version', 'step', 'num_indexes', 'config', 'class_names' (by label),
     'data_digest' (of the training split), 'accuracy' (None if the step was not evaluated) and
-    'evaluation' (what the accuracy was measured on).
+    'evaluation' (how the accuracy was measured).
     """
     run = _read_json(folder / RUN)
     if (version := run.get("version", 1)) != VERSION:

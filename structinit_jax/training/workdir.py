@@ -128,6 +128,8 @@ def make_record(
     """
     data = config.data
     split = f"{data.name} {data.eval_split}, crop_fraction {data.crop_fraction}"
+    if config.ema_decay:
+        split += ", averaged weights"
     return {
         "config": json.loads(config.to_json()),
         "evaluation": f"{split}, digest {digest(eval_source, names)}",
@@ -170,7 +172,7 @@ def check_resume(
             "another workdir"
         )
     if saved["evaluation"] != record["evaluation"]:
-        print(f"note: {place} was evaluated on other images, so accuracies cannot be compared")
+        print(f"note: {place} was evaluated in another way, so accuracies cannot be compared")
     if saved["step"] > num_steps:
         field = "num_steps" if config.num_steps else "num_epochs"
         raise InputError(
