@@ -81,6 +81,7 @@ def recipe(config) -> dict:
 
 def decayed(config) -> list[str]:
     """Returns timm's names of the weights that weight decay applies to, without block numbers."""
+    config = config.copy_and_resolve_references()
     config.model.depth = 1  # the names of all blocks are alike
     model = build.make_model(config, make_mesh(devices=jax.devices()[:1]))
     marks = jax.tree.map(

@@ -49,6 +49,9 @@ UNSUPPORTED = [("mimetic", ConvSite)] + [
     and (name, site_type) not in (("impulse_2024", ConvSite), ("impulse_mimetic", RotarySite))
 ]
 OPTIONS = {("impulse_2024", AttentionSite): {"max_steps": 20}}
+# The pseudo-inverse amplifies rounding: a difference in the last bit of the positions changes the
+# weights by 1e-4.
+TOLERANCES = {"impulse_2025": 1e-3}
 
 
 @pytest.mark.filterwarnings("ignore:only .* of the attention rows")
@@ -82,9 +85,8 @@ def test_every_scheme_has_the_documented_shapes_and_can_be_traced(name, site_typ
         assert weights.kernels.shape[1:] == tuple(2 * side - 1 for side in site.grid)
         assert index.max() < len(weights.kernels)
         assert len(index) == (2 if name == "impulse_mimetic" else 3)  # half of three, rounded up
-    if name == "impulse":  # the others would compile many small programs
-        close = functools.partial(np.testing.assert_allclose, atol=1e-4)
-        jax.tree.map(close, scheme(RNG, site), weights)
+    close = functools.partial(np.testing.assert_allclose, atol=TOLERANCES.get(name, 1e-4))
+    jax.tree.map(close, scheme(RNG, site), weights)
 
 
 @pytest.mark.parametrize(("name", "site_type"), UNSUPPORTED)

@@ -118,9 +118,12 @@ def test_commands_and_flags_in_the_docstring_work(path):
 
 
 @pytest.mark.usefixtures("library_promotion")
-def test_every_scheme_fits_its_family():
-    configs = [config for path in CONFIGS for config in load_rows(path).values()]
-    distinct = {f"{config.model.name} {config.attention_init}": config for config in configs}
+@each_file
+def test_every_scheme_fits_its_family(path):
+    distinct = {
+        f"{config.model.name} {config.attention_init}": config
+        for config in load_rows(path).values()
+    }
     for config in distinct.values():
         make_initializer(config, build.make_model(config, make_mesh()))
 

@@ -55,7 +55,6 @@ def test_variants_of_the_vit_have_heads_of_64_channels_or_as_many_as_their_name_
             named = re.search(r"_h(\d+)_", name)
             heads = int(named[1]) if named else changes["width"] // 64
             assert changes["num_heads"] == heads, name
-            assert changes["width"] % heads == 0
 
 
 def test_unknown_names_are_refused_with_similar_ones():
@@ -69,17 +68,15 @@ def test_unknown_names_are_refused_with_similar_ones():
         check_fields(dict(name="vit_tiny_patch16_224"))  # its sizes would not be used
 
 
-@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_variants_have_timms_parameter_counts(name):
-    create = functools.partial(create_model, default_config(name), channels=3)
+    options = default_config(name)
+    check_fields(options)
+    create = functools.partial(create_model, options, channels=3)
     model = nnx.eval_shape(lambda: create(rngs=make_rngs(jax.random.key(0))))
-    assert parameter_overview.count_parameters(split_model(model)[1]) == COUNTS[name]
-
-
-def test_variants_that_timm_does_not_have_are_the_papers():
-    for name in VARIANTS.keys() - COUNTS.keys():
-        assert name.endswith("patch2_32") or name.startswith("convmixer_")
-        check_fields(default_config(name))
+    expected = COUNTS.get(name)  # the papers' variants are not in timm
+    assert expected in (None, parameter_overview.count_parameters(split_model(model)[1]))
+    assert expected or name.endswith("patch2_32") or name.startswith("convmixer_")
 
 
 @pytest.mark.parametrize(
