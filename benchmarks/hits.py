@@ -30,18 +30,23 @@ NOTE = """\
 Share of tokens that attend most to their head's target, by layer, before training.
 
 Quiet content: the kernel of the patch embedding is 0.3 times as large as PyTorch's default, and the
-output kernels of the MLPs are 0.
+output kernels of the MLPs are 0. The last four rows have both a position table and rotary
+positions.
 
 | model | content | layers 1 to the last |
 |---|---|---|"""
-ROWS = [  # model, heads, whether content is quiet
-    ("vit_tiny_patch16_224", 3, True),
-    ("vit_tiny_patch16_224", 3, False),
-    ("vit_base_patch16_224", 12, True),
-    ("vit_base_patch16_224", 12, False),
-    (SIGLIP, 12, True),
-    ("torchvision's `vit_b_16`", 12, True),
-    (CLIP, 12, True),
+ROWS = [  # model, heads, whether content is quiet, whether `rotations` are passed
+    ("vit_tiny_patch16_224", 3, True, False),
+    ("vit_tiny_patch16_224", 3, False, False),
+    ("vit_base_patch16_224", 12, True, False),
+    ("vit_base_patch16_224", 12, False, False),
+    (SIGLIP, 12, True, False),
+    ("torchvision's `vit_b_16`", 12, True, False),
+    (CLIP, 12, True, False),
+    ("eva02_tiny_patch14_224", 3, False, False),
+    ("eva02_tiny_patch14_224", 3, False, True),
+    ("vit_pe_core_base_patch16_224", 12, False, False),
+    ("vit_pe_core_base_patch16_224", 12, False, True),
 ]
 
 
@@ -116,10 +121,13 @@ def main() -> None:
     arguments = parser.parse_args()
     images = photographs()
     lines = [NOTE]
-    for name, num_heads, is_quiet in ROWS:
+    for name, num_heads, is_quiet, has_rotations in ROWS:
         model = make_model(name)
         params = quiet(model.state_dict()) if is_quiet else model.state_dict()
-        params = initialize(params, impulse(), jax.random.key(0), num_heads=num_heads)
+        given = dict(num_heads=num_heads)
+        if has_rotations:
+            given["rotations"] = model.eval().rope.get_embed(shape=model.patch_embed.grid_size)
+        params = initialize(params, impulse(), jax.random.key(0), **given)
         model.load_state_dict(params)
         rates = []
         for maps in torch_maps(model, images)[:DEPTH]:
@@ -128,6 +136,7 @@ def main() -> None:
             rates.append(hit_rate(maps[..., -tokens:, -tokens:], side))
         rates = " ".join(f"{rate:.2f}" for rate in rates)
         content = "quiet" if is_quiet else "as built"
+        name += ", `rotations` given" if has_rotations else ""
         lines.append(f"| {name} | {content} | {rates} |")
         print(lines[-1], flush=True)
     with open(arguments.out, "w") as file:

@@ -61,6 +61,18 @@ def test_the_written_model_hits(model, written):
     assert first_layer(images).min() > 0.2  # less, because content takes some
 
 
+def test_a_position_table_gets_the_vector_that_all_tokens_share(params, written):
+    bias = "patch_embed.proj.bias"
+    table = np.random.default_rng(0).standard_normal((1, 17, WIDTH), np.float32)
+    with_table = params | {"pos_embed": table}
+    del with_table[bias]  # Perception Encoder has none
+    new = interop.initialize(with_table, scheme, RNG, num_heads=HEADS, rotations=TABLE)
+    np.testing.assert_array_equal(new["pos_embed"][:, :1], table[:, :1])  # of the class token
+    np.testing.assert_array_equal(new["pos_embed"][0, 1:], np.tile(written[bias], (16, 1)))
+    for name in new.keys() - {"pos_embed"}:
+        np.testing.assert_array_equal(new[name], written[name], err_msg=name)
+
+
 def test_tables_are_read_in_every_form(params):
     tables = np.stack([[TABLE, -TABLE], [TABLE, TABLE]])
     pair = tuple(np.stack([part] * HEADS) for part in HALVES)
@@ -123,11 +135,8 @@ def test_tables_that_do_not_fit_are_refused(params, rotations):
 
 def test_models_that_the_rotations_do_not_describe_are_refused(params):
     options = dict(num_heads=HEADS, rotations=TABLE)
-    with pytest.raises(InputError, match="the model adds positions to its tokens"):
+    with pytest.raises(InputError, match=r"^positions=.* left out: with rotations"):
         interop.initialize(params, scheme, RNG, positions=np.eye(16), **options)
-    table = params | {"pos_embed": np.zeros((1, 16, WIDTH), np.float32)}
-    with pytest.raises(InputError, match="the model adds pos_embed to its tokens"):
-        interop.initialize(table, default(), RNG, **options)
     no_bias = {k: v for k, v in params.items() if k != "patch_embed.proj.bias"}
     with pytest.raises(InputError, match=r"hold patch_embed\.proj\.weight, but .* bias"):
         interop.initialize(no_bias, scheme, RNG, **options)

@@ -113,7 +113,7 @@ class WindowSite(AttentionStack):
 
 @dataclasses.dataclass(frozen=True)
 class RotarySite(AttentionStack):
-    """Attention that rotates queries and keys (RoPE), in a model that adds no positions.
+    """Attention that rotates queries and keys (RoPE), to tokens without other positions.
 
     Rotation by an angle θ maps the channels (a, b) of a pair to
     (a cos θ - b sin θ, b cos θ + a sin θ).
@@ -225,7 +225,8 @@ class AttentionWeights(NamedTuple):
         (`targets.relative_index`).
       position_scale: Factor on the model's own trainable positions, including those of class and
         register tokens.
-      patch_bias: Bias of the patch embedding, for a `RotarySite`.
+      patch_bias: Bias of the patch embedding, for a `RotarySite`. `interop` writes it to the rows
+        of the position table instead, if the model has one.
     """
 
     query: Float[Array, "L D h d"] | None = None

@@ -80,10 +80,12 @@ def initialize(
         for example `sincos_positions(grid, D)`, or for big_vision and vit-pytorch's SimpleViT
         `sincos_positions(grid, D, convention="big_vision")`. A table in `params` is then neither
         read nor written: if the model adds it to the tokens, leave `positions` out.
-      rotations: Rotary positions (RoPE) of the image tokens, in a model that adds no positions:
-        either sines and cosines [..., N, 2 d] from timm's `model.rope.get_embed(...)`, optionally
-        with axes for layers and heads, or the pair (cosines, sines), each [..., N, d], from Hugging
-        Face's `model.rope_embeddings(pixel_values)`.
+      rotations: Rotary positions (RoPE) of the image tokens: either sines and cosines
+        [..., N, 2 d] from timm's `model.rope.get_embed(...)`, optionally with axes for layers and
+        heads, or the pair (cosines, sines), each [..., N, d], from Hugging Face's
+        `model.rope_embeddings(pixel_values)`. `impulse` then makes all tokens start from the same
+        vector, in the rows of the position table or, without a table, in the bias of the patch
+        embedding.
 
     Returns:
       Parameters with the same structure, array kinds (NumPy, JAX or torch), dtypes and shardings.
@@ -102,7 +104,7 @@ def initialize(
         require("grid", grid, f"one of the windows {grids}, or left out", grid in grids)
     drawn = draw_stacks(attention_init, sites, rng)
     for model, site, weights in zip(models, sites, drawn, strict=True):
-        for name, new in _write(model, weights, site.grid).items():
+        for name, new in _write(model, weights, site).items():
             check_array(name, leaves[name])
             leaves[name] = like(new, leaves[name])
     return rebuild(leaves)
@@ -129,24 +131,16 @@ def _find_site(
         return WindowSite(grid=_find_window(model, grid), **model.sizes())
     if grid is None and rotations is None:
         model.require_image_tokens()
-    table = model.position_table(grid) if positions is None else None
     if rotations is not None:
-        if positions is not None or table is not None:
-            raise InputError(
-                f"rotations: the model adds {table.name if table else 'positions'} to its tokens, "
-                "so schemes would not use rotations: leave them out, and measure the maps"
-            )
+        needs = "left out: with rotations, schemes do not use the positions that the model adds"
+        require("positions", positions, needs, positions is None)
         return _rotary_site(model, rotations, grid)
-    rotary = model.rotary_positions()
-    if rotary is not None:
+    table = model.position_table(grid) if positions is None else None
+    if rotary := model.rotary_positions():
+        message = f"params: {rotary} rotates queries and keys: pass rotations={ROTATIONS}"
         if table is None and positions is None:
-            raise InputError(
-                f"params: {rotary} rotates queries and keys: pass rotations={ROTATIONS}"
-            )
-        warn(
-            f"params: {rotary} rotates queries and keys, which changes the scheme's maps: measure "
-            "them"
-        )
+            raise InputError(message)
+        warn(f"{message}; without them, the maps differ from the scheme's")
     if norm := model.norm_without_bias():
         warn(
             f"params: {norm} has no bias: if it is an RMSNorm, which keeps the mean, the maps are "
@@ -241,25 +235,29 @@ def _advances_evenly(rotations: Complex[np.ndarray, "L h N p"], grid: Grid) -> b
     )
 
 
-def _write(model: ForeignModel, weights: AttentionWeights, grid: Grid) -> Leaves:
+def _write(model: ForeignModel, weights: AttentionWeights, site: AttentionStack) -> Leaves:
     """Returns new values of the leaves that a scheme's weights change."""
     new = model.write_attention(weights)
     if weights.bias is not None:
-        shape = (model.num_layers, _num_offsets(grid), model.num_heads)
+        shape = (model.num_layers, _num_offsets(site.grid), model.num_heads)
         check_shape("bias", weights.bias, shape)
         for name, biases in zip(model.bias_tables, weights.bias, strict=True):
             new[name] = replace_rows(model.leaves[name], biases, 0)
-    if weights.positions is not None or weights.position_scale is not None:
-        table = model.position_table(grid)
+    positions = weights.positions
+    if weights.patch_bias is not None:
+        check_shape("patch_bias", weights.patch_bias, (model.width,))
+        if isinstance(site, RotarySite) and model.position_table(site.grid) is not None:
+            positions = jnp.broadcast_to(weights.patch_bias, (site.num_tokens, model.width))
+        else:
+            name = model.patch_bias()
+            new[name] = weights.patch_bias.reshape(model.leaves[name].shape)
+    if positions is not None or weights.position_scale is not None:
+        table = model.position_table(site.grid)
         rows = table.rows
-        if weights.positions is not None:
-            check_shape("positions", weights.positions, rows[table.prefix :].shape)
-            rows = replace_rows(rows, weights.positions, table.prefix)
+        if positions is not None:
+            check_shape("positions", positions, rows[table.prefix :].shape)
+            rows = replace_rows(rows, positions, table.prefix)
         if weights.position_scale is not None:
             rows = weights.position_scale * jnp.asarray(rows, jnp.float32)
         new[table.name] = rows.reshape(model.leaves[table.name].shape)
-    if weights.patch_bias is not None:
-        check_shape("patch_bias", weights.patch_bias, (model.width,))
-        name = model.patch_bias()
-        new[name] = weights.patch_bias.reshape(model.leaves[name].shape)
     return new
