@@ -65,7 +65,7 @@ def run(
         print(f"error: {text}\n", end="", file=sys.stderr, flush=True)
         _exit_now(2)
     except StoppedError as error:
-        print(error, file=sys.stderr)
+        print(printable(str(error), keep="\n"), file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:  # not the first Ctrl-C in the training loop, which saves a checkpoint
         print("interrupted", file=sys.stderr, flush=True)

@@ -28,6 +28,7 @@ PIXELS = np.zeros((4, 4, 3), np.uint8)
     [
         *("train", "train[:20]", "train[10%:]", "train[33%:66%]", "train[-3:]", "train[:-10%]"),
         *("train[:10]+test", "train[99%:] + train[:1%]", "all", "test[-25%:]", "train[1_0:]"),
+        "test[-0:]",
     ],
 )
 def test_splits_are_tfds(spec):
@@ -50,7 +51,7 @@ def test_splits_are_tfds(spec):
 @pytest.mark.parametrize(
     "spec",
     [
-        *("trian", "train[:58]", "train[-58:]", "train["),
+        *("trian", "train[:58]", "train[-58:]", "train[", "train[:-0]"),
         *("", "train[90%:10%]", "train[:1shard]", "train[:_]"),
         *("train[10:50%]", "train[10%:50]"),  # TFDS takes the unit of either bound for both
     ],

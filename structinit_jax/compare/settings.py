@@ -62,7 +62,7 @@ def expand(
 def parse_axes(flags: Iterable[str]) -> dict[str, list[str]]:
     """Parses --grid flags, such as 'model.num_heads=3,6', into a list of values for each field.
 
-    Commas in brackets do not separate values.
+    Commas in brackets, which cannot be nested, do not separate values.
     """
     axes: dict[str, list[str]] = {}
     for flag in flags:

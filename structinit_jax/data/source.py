@@ -220,7 +220,7 @@ def parse_split(spec: str, info: DatasetInfo) -> list[tuple[str, range]]:
         number = round(number * size / 100) if text.endswith("%") else number
         if abs(number) > size:
             raise problem(f"{text} is outside its {size:,} examples")
-        return number + size if text.startswith("-") else number
+        return number + size if number < 0 else number
 
     parts = []
     for term in info.num_examples if spec == "all" else spec.split("+"):
