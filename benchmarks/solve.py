@@ -33,11 +33,11 @@ from structinit_jax.attention_init import (
     impulse_2025,
     sincos_positions,
 )
-from structinit_jax.attention_init.absolute import LEARNED_SOLVE
+from structinit_jax.attention_init.absolute import HIGH_RANK_SOLVE
 from structinit_jax.attention_init.positions import layer_norm
 from structinit_jax.attention_init.published import RESCALE_EVERY
 from structinit_jax.attention_init.solve import (
-    learned_row_space,
+    full_row_space,
     row_space,
     solve,
     start_factors,
@@ -91,14 +91,14 @@ def numbers(report: SolveReport) -> dict:
 def impulse_at_norm(site: AttentionSite, weights: AttentionWeights) -> dict:
     """Returns the report of `impulse` for the targets of other weights, at their norm."""
     if site.positions_trainable:
-        z, _ = learned_row_space(layer_norm(18.0 * site.positions))
+        z, _ = full_row_space(layer_norm(18.0 * site.positions))
     else:
         z, _ = row_space(layer_norm(np.asarray(site.positions)))
     # The targets of one layer, one per head. At such a large norm, the solve needs the small steps
     # that `impulse` takes for learned positions.
     targets = kernel_maps(weights.kernels[weights.filter_index[0]], site.grid)
     sizes = dict(head_dim=site.head_dim, qk_scale=site.qk_scale)
-    options = {key: LEARNED_SOLVE[key] for key in ("learning_rate", "steps")}
+    options = {key: HIGH_RANK_SOLVE[key] for key in ("learning_rate", "steps")}
     start = start_factors(z, targets, site.head_dim)
     query, key = (np.linalg.norm(w[0], axis=(0, 2)) for w in (weights.query, weights.key))
     norm = np.sqrt(query * key / site.head_dim).mean()  # of the columns of a head's Q and K

@@ -5,11 +5,13 @@ defines the fields of `config.model`, and `augment.AugmentFields` defines those 
 """
 
 import ast
+import contextlib
 import dataclasses
 import inspect
 import json
 import runpy
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -217,9 +219,13 @@ def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:
     options = dict(config.attention_init)
     scheme = find_scheme(options.pop("name", ""))
     try:
-        return scheme(**options)
-    except (InputError, TypeError) as error:
-        raise InputError(f"config.attention_init: {error}") from error
+        with prefixed("config.attention_init: "):
+            return scheme(**options)
+    except TypeError as error:
+        raise InputError(
+            f"config.attention_init: {error}: a scheme takes its options and returns a function "
+            "(rng, site) -> weights"
+        ) from error
 
 
 def set_scheme(config: ConfigDict, name: str) -> None:
@@ -308,7 +314,8 @@ def load_config(location: str | Path) -> ConfigDict:
         "pass --workdir"
     )
     require("config", path, needs, path.endswith(".py") and Path(path).is_file())
-    get_config = runpy.run_path(path).get("get_config")
+    with _explain(path):
+        get_config = runpy.run_path(path).get("get_config")
     needs = "a function that returns base_config() with changes"
     require(f"config={path}: get_config", get_config, needs, inspect.isfunction(get_config))
     signature = inspect.signature(get_config)
@@ -321,11 +328,26 @@ def load_config(location: str | Path) -> ConfigDict:
         raise InputError(f"config={location}: {error}: {takes}") from error
     annotated = {name: bound[name] for name in bound if name in get_config.__annotations__}
     check_fields(get_config, annotated, f"config={location}: ")
-    config = get_config(*words)
+    with _explain(path):
+        config = get_config(*words)
     needs = "a ConfigDict: base_config() with changes"
     place = f"config={path}: the value of get_config()"
     require(place, config, needs, isinstance(config, ConfigDict))
     return config
+
+
+@contextlib.contextmanager
+def _explain(path: str) -> Iterator[None]:
+    """Turns an error of a config file into an `InputError` that names the line."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f":{frame.lineno}" for frame in frames if frame.filename == path]
+        place = "".join([path, *lines[-1:]])
+        raise InputError(f"config={place}: {type(error).__name__}: {error}") from error
 
 
 # Fields that may name code to import, as module:function.

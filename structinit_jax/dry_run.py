@@ -112,8 +112,8 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
         f"{config.batch_size // num_processes} per process",
         "data": f"{title(data.name, data.data_dir)}, {num_examples:,} training examples "
         f"({data.train_split}), {num_eval_examples:,} test examples ({data.eval_split})",
-        "steps": f"{schedule.num_steps:,}, {epochs:.1f} epochs of {schedule.steps_per_epoch:.1f}; "
-        f"{len(schedule.eval_steps)} evaluations",
+        "steps": f"{schedule.num_steps:,} ({epochs:.1f} epochs of {schedule.steps_per_epoch:.1f} "
+        f"steps); evaluations: {len(schedule.eval_steps)}",
         "memory per device": f"{total}: {mib(needs.argument_size_in_bytes)} state and batch, "
         f"{mib(needs.temp_size_in_bytes)} activations and temporaries",
     }

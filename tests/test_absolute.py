@@ -91,9 +91,9 @@ def test_learned_positions_are_kept_on_request_and_scaled():
     np.testing.assert_allclose(weights.report.loss, np.mean((maps - targets) ** 2), rtol=0.05)
 
     published_report = si.impulse_2025()(RNG, site).report
-    z, _ = solve.learned_row_space(layer_norm(18 * positions))
+    z, _ = solve.full_row_space(layer_norm(18 * positions))
     targets = filter_maps(GRID)[[4, 1, 5]]
-    ours = solve_at_norm(z, targets, 7 / DIM**0.5, **absolute.LEARNED_SOLVE)
+    ours = solve_at_norm(z, targets, 7 / DIM**0.5, **absolute.HIGH_RANK_SOLVE)
     assert ours.loss < 0.8 * published_report.loss
     assert ours.target_mass > published_report.target_mass
 
@@ -119,8 +119,7 @@ def test_fixed_positions_of_full_rank_are_solved_as_learned_ones_are():
 
 
 @pytest.mark.parametrize(
-    ("grid", "scheme"),
-    [((4, 4), si.impulse_mimetic()), ((3, 3), si.impulse(target_mass=0.2))],
+    ("grid", "scheme"), [((4, 4), si.impulse_mimetic()), ((3, 3), si.impulse(target_mass=0.2))]
 )
 def test_soft_maps_on_few_tokens_peak_on_their_targets(grid, scheme):
     site = make_site(grid=grid, positions=si.sincos_positions(grid, WIDTH))

@@ -177,7 +177,7 @@ def test_measures_are_drawn_by_layer(tmp_path, drawn):
     assert lines[1] == [(2, 0.5), (2, 0.5)]
 
 
-def test_a_run_is_not_compared_with_the_start_of_another_and_schemes_with_each_other(
+def test_a_run_is_compared_with_its_start_or_schemes(
     tiny_config, finished_run, tmp_path, monkeypatch
 ):
     flags = dict(workdir=finished_run.workdir, schemes=[], num_images=8, step=None)

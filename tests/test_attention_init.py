@@ -10,45 +10,38 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from structinit_jax import attention_init
-from structinit_jax.attention_init import (
-    SCHEMES,
-    AttentionSite,
-    ConvSite,
-    RotarySite,
-    TokenMixingSite,
-    WindowSite,
-    rotary_angles,
-    sincos_positions,
-)
+import structinit_jax as si
+from structinit_jax.attention_init import SCHEMES
 from structinit_jax.errors import InputError
 
 RNG = jax.random.key(0)
 SITES = {
-    AttentionSite: AttentionSite((5, 6), 32, 4, 8, 3, 8**-0.5, sincos_positions((5, 6), 32)),
-    RotarySite: RotarySite((3, 4), 32, 4, 8, 3, 8**-0.5, angles=rotary_angles((3, 4), 8)),
-    WindowSite: WindowSite((3, 4), 32, 4, 8, 3, 8**-0.5),
-    TokenMixingSite: TokenMixingSite((3, 4), 10, 3),
-    ConvSite: ConvSite(3, 16, 3),
+    si.AttentionSite: si.AttentionSite(
+        (5, 6), 32, 4, 8, 3, 8**-0.5, si.sincos_positions((5, 6), 32)
+    ),
+    si.RotarySite: si.RotarySite((3, 4), 32, 4, 8, 3, 8**-0.5, angles=si.rotary_angles((3, 4), 8)),
+    si.WindowSite: si.WindowSite((3, 4), 32, 4, 8, 3, 8**-0.5),
+    si.TokenMixingSite: si.TokenMixingSite((3, 4), 10, 3),
+    si.ConvSite: si.ConvSite(3, 16, 3),
 }
 ATTENTION = dict(query=(3, 32, 4, 8), key=(3, 32, 4, 8), value=(3, 32, 4, 8), out=(3, 4, 8, 32))
-ATTENTION_SITES = (AttentionSite, RotarySite, WindowSite)
+ATTENTION_SITES = (si.AttentionSite, si.RotarySite, si.WindowSite)
 SHAPES = dict.fromkeys(ATTENTION_SITES, ATTENTION) | {
-    TokenMixingSite: dict(fc1=(3, 12, 10), fc2=(3, 10, 12)),
-    ConvSite: dict(kernel=(3, 3, 3, 16)),
+    si.TokenMixingSite: dict(fc1=(3, 12, 10), fc2=(3, 10, 12)),
+    si.ConvSite: dict(kernel=(3, 3, 3, 16)),
 }
 EMPTY = {
-    ("impulse_2024", AttentionSite): ("value", "out"),
-    ("default", TokenMixingSite): ("fc1", "fc2"),
+    ("impulse_2024", si.AttentionSite): ("value", "out"),
+    ("default", si.TokenMixingSite): ("fc1", "fc2"),
 }
-UNSUPPORTED = [("mimetic", ConvSite)] + [
+UNSUPPORTED = [("mimetic", si.ConvSite)] + [
     (name, site_type)
     for name in ("impulse_2024", "impulse_2025", "impulse_mimetic")
     for site_type in SITES
-    if site_type is not AttentionSite
-    and (name, site_type) not in (("impulse_2024", ConvSite), ("impulse_mimetic", RotarySite))
+    if site_type is not si.AttentionSite
+    and (name, site_type) not in (("impulse_2024", si.ConvSite), ("impulse_mimetic", si.RotarySite))
 ]
-OPTIONS = {("impulse_2024", AttentionSite): {"max_steps": 20}}
+OPTIONS = {("impulse_2024", si.AttentionSite): {"max_steps": 20}}
 # The pseudo-inverse amplifies rounding: a difference in the last bit of the positions changes the
 # weights by 1e-4.
 TOLERANCES = {"impulse_2025": 1e-3}
@@ -56,8 +49,7 @@ TOLERANCES = {"impulse_2025": 1e-3}
 
 @pytest.mark.filterwarnings("ignore:only .* of the attention rows")
 @pytest.mark.parametrize(
-    ("name", "site_type"),
-    [(n, t) for n in SCHEMES for t in SITES if (n, t) not in UNSUPPORTED],
+    ("name", "site_type"), [(n, t) for n in SCHEMES for t in SITES if (n, t) not in UNSUPPORTED]
 )
 def test_every_scheme_has_the_documented_shapes_and_can_be_traced(name, site_type, request):
     if name == "impulse_2024":  # optax's Adam relies on promotion
@@ -98,13 +90,13 @@ def test_sites_without_an_implementation_are_refused(name, site_type):
 @pytest.mark.parametrize(
     ("site_type", "field", "value"),
     [
-        (WindowSite, "grid", (3, 0)),
-        (TokenMixingSite, "hidden", 1),
-        (RotarySite, "width", 1),
-        (RotarySite, "head_dim", 5),
-        (RotarySite, "angles", np.zeros((1, 5, 12, 4))),  # for 4 heads
-        (RotarySite, "angles", np.zeros((1, 1, 13, 4))),  # for 12 tokens
-        (RotarySite, "angles", np.full((1, 1, 12, 4), np.nan)),
+        (si.WindowSite, "grid", (3, 0)),
+        (si.TokenMixingSite, "hidden", 1),
+        (si.RotarySite, "width", 1),
+        (si.RotarySite, "head_dim", 5),
+        (si.RotarySite, "angles", np.zeros((1, 5, 12, 4))),  # for 4 heads
+        (si.RotarySite, "angles", np.zeros((1, 1, 13, 4))),  # for 12 tokens
+        (si.RotarySite, "angles", np.full((1, 1, 12, 4), np.nan)),
     ],
 )
 def test_fields_that_no_layer_has_are_refused(site_type, field, value):
@@ -117,13 +109,13 @@ def test_fields_that_no_layer_has_are_refused(site_type, field, value):
 def test_the_baselines_take_the_factors_of_the_2025_program(name, site_type):
     site = SITES[site_type]
     options = dict(query_key_scale=3.0, value_scale=0.5)
-    if site_type is AttentionSite:
+    if site_type is si.AttentionSite:
         site = dataclasses.replace(site, positions_trainable=True)
         options |= dict(position_scale=2.0, replace_positions=False)
     base, weights = SCHEMES[name]()(RNG, site), SCHEMES[name](**options)(RNG, site)
     for field, factor in dict(query=3.0, key=3.0, value=0.5, out=0.5).items():
         np.testing.assert_array_equal(getattr(weights, field), factor * getattr(base, field))
-    if site_type is AttentionSite:
+    if site_type is si.AttentionSite:
         assert base.position_scale is None
         assert (weights.positions, weights.position_scale) == (None, 2.0)
 
@@ -131,7 +123,7 @@ def test_the_baselines_take_the_factors_of_the_2025_program(name, site_type):
 @pytest.mark.filterwarnings("ignore:only .* of the attention rows")
 @pytest.mark.parametrize("name", SCHEMES)
 def test_positions_are_scaled_or_replaced_but_not_both(name, library_promotion):
-    site, options = SITES[AttentionSite], OPTIONS.get((name, AttentionSite), {})
+    site, options = SITES[si.AttentionSite], OPTIONS.get((name, si.AttentionSite), {})
     zeros = np.zeros((30, 32), np.float32)
     trainable = dataclasses.replace(site, positions=zeros, positions_trainable=True)
     if name in ("default", "impulse_2025"):  # these keep learned positions by default
@@ -148,12 +140,12 @@ def test_positions_are_scaled_or_replaced_but_not_both(name, library_promotion):
 @pytest.mark.parametrize(
     ("site_type", "options"),
     [
-        (WindowSite, dict(replace_positions=False)),
-        (RotarySite, dict(replace_positions=False)),
-        (TokenMixingSite, dict(target_mass=0.5)),
-        (ConvSite, dict(kernel_size=5)),
+        (si.WindowSite, dict(replace_positions=False)),
+        (si.RotarySite, dict(replace_positions=False)),
+        (si.TokenMixingSite, dict(target_mass=0.5)),
+        (si.ConvSite, dict(kernel_size=5)),
     ],
 )
 def test_options_without_meaning_for_a_site_are_refused(site_type, options):
     with pytest.raises(InputError, match=f"{next(iter(options))}.*{site_type.__name__}"):
-        attention_init.impulse(**options)(RNG, SITES[site_type])
+        si.impulse(**options)(RNG, SITES[site_type])

@@ -12,15 +12,8 @@ from structinit_jax.config import base_config
 
 REFERENCE = references.load("train_script")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-RECIPE = dict(
-    crop="pad",
-    flip=0.5,
-    rand_augment="rand-m9-mstd0.5-inc1",
-    erasing=0.5,
-    mixup=0.8,
-    cutmix=1.0,
-    mix_group=2,
-)
+RECIPE = dict(crop="pad", flip=0.5, rand_augment="rand-m9-mstd0.5-inc1", erasing=0.5)
+RECIPE |= dict(mixup=0.8, cutmix=1.0, mix_group=2)
 IMAGES = np.random.default_rng(0).integers(0, 256, (16, 16, 16, 3)).astype(np.uint8)
 LABELS = np.arange(16, dtype=np.int32) % 5
 

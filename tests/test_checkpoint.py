@@ -174,9 +174,8 @@ def test_nothing_of_another_program_is_deleted(directory, capsys):
     (directory / "12" / checkpoint.RUN).unlink()
     for name in ("state.orbax-checkpoint-tmp-1", ".partial-1"):  # left by a killed process
         (directory / "12" / name).mkdir()
-    others = [
-        directory / name for name in ("16/notes.txt", "20/state_dict", "24/state/a", "24/b", "28")
-    ]
+    names = ("16/notes.txt", "20/state_dict", "24/state/a", "24/b", "28")
+    others = [directory / name for name in names]
     for path in others:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -252,9 +251,8 @@ def test_files_of_the_state_that_no_index_names_are_noticed(directory, capsys):
 
 def test_a_checkpoint_of_another_version_is_not_damaged(directory):
     path = directory / "12" / "run.json"
-    checkpoint_files.write_json(
-        epath.Path(path), read_json(path) | {"version": checkpoint_files.VERSION + 1}
-    )
+    run = read_json(path) | {"version": checkpoint_files.VERSION + 1}
+    checkpoint_files.write_json(epath.Path(path), run)
     with pytest.raises(InputError, match="version 3"):
         checkpoint.find_step(directory)
     with pytest.raises(InputError, match="version 3"):
@@ -292,13 +290,18 @@ def test_arrays_are_restored_on_other_meshes(tmp_path):
             save(checkpoints, fsdp, jax.device_put(state, shardings))
 
 
-def test_a_checkpoint_is_saved_where_implicit_transfers_are_not_allowed(tmp_path):
+def test_random_keys_and_4_bit_arrays_are_saved_without_implicit_transfers(tmp_path):
     # On a CPU only 4-bit arrays are copied, as all arrays are on a TPU; others share memory.
-    state = TrainState(jnp.int32(4), {"kernel": jnp.ones(8, jnp.int4)}, {}, {})
+    rng = jax.random.key(7)
+    state = TrainState(jnp.int32(4), {"kernel": jnp.arange(8).astype(jnp.int4)}, {}, {"rng": rng})
     with opened(tmp_path) as checkpoints, jax.transfer_guard("disallow"):
         save(checkpoints, 4, state)
-    restored = checkpoint.restore(tmp_path, 4, abstract(state))
-    np.testing.assert_array_equal(restored.params["kernel"], state.params["kernel"])
+    wanted = abstract(state)
+    for restored in (
+        checkpoint.restore(tmp_path, 4, x) for x in (wanted, wanted._replace(opt_state=None))
+    ):
+        np.testing.assert_array_equal(restored.params["kernel"], state.params["kernel"])
+    assert checkpoint.restore(tmp_path, 4, wanted).opt_state["rng"] == rng
 
 
 def test_an_error_of_a_save_is_raised_and_not_logged_as_well(directory, caplog):
@@ -349,13 +352,3 @@ def test_a_state_must_fit_the_config(tmp_path):
     restored = checkpoint.restore(tmp_path, 4, other._replace(opt_state=None))
     assert restored.opt_state is None
     np.testing.assert_array_equal(restored.params["kernel"], state.params["kernel"])
-
-
-def test_random_keys_in_the_state_are_restored(tmp_path):
-    state = make_state(4)._replace(opt_state={"rng": jax.random.key(7)})
-    with opened(tmp_path) as checkpoints:
-        save(checkpoints, 4, state)
-    restored = checkpoint.restore(tmp_path, 4, abstract(state))
-    assert restored.opt_state["rng"] == jax.random.key(7)
-    weights = checkpoint.restore(tmp_path, 4, abstract(state)._replace(opt_state=None))
-    np.testing.assert_array_equal(weights.params["kernel"], state.params["kernel"])

@@ -9,13 +9,11 @@ import importlib.util
 import io
 import json
 import re
-from pathlib import Path
 
 import fork_main
 import pytest
 from PIL import Image
 
-ROOT = Path(__file__).parent.parent
 SMALL = {  # replaces the parameter cell
     "quickstart": dict(EPOCHS=0.4, WORKDIR=""),
     "compare": dict(EPOCHS=0.4, SEEDS=1, SCHEMES=["impulse"], WORKDIR=""),
@@ -75,7 +73,7 @@ WHOLE_ENVIRONMENT = all(importlib.util.find_spec(n) for n in ("torch", "timm", "
 
 
 def code_cells(name):
-    notebook = json.loads((ROOT / "colab" / f"{name}.ipynb").read_text())
+    notebook = json.loads((fork_main.ROOT / "colab" / f"{name}.ipynb").read_text())
     return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
@@ -104,7 +102,7 @@ def test_the_notebook_runs_top_to_bottom(name, tmp_path):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_the_notebook_is_stored_with_its_outputs(name):
-    assert (ROOT / "colab" / f"{name}.ipynb").stat().st_size < 600_000
+    assert (fork_main.ROOT / "colab" / f"{name}.ipynb").stat().st_size < 600_000
     cells = code_cells(name)
     assert source(cells[0]) == source(code_cells("quickstart")[0])  # all have the same install cell
     outputs = [output for cell in cells[2:] for output in cell["outputs"]]

@@ -9,10 +9,11 @@ from structinit_jax.models import VisionTransformer
 from structinit_jax.models.model import Model
 
 
-def changed(field, value):
+def make_config(**fields):
     config = config_lib.base_config()
     config.data.name = "digits"
-    config.update_from_flattened_dict({field: value})
+    for field, value in fields.items():
+        config.update_from_flattened_dict({field: value})
     return config
 
 
@@ -42,7 +43,7 @@ def changed(field, value):
 def test_bad_values_are_refused_by_field_and_value(field, value):
     *section, name = field.split(".")
     with pytest.raises(InputError) as caught:
-        config_lib.validate(changed(field, value))
+        config_lib.validate(make_config(**{field: value}))
     assert str(caught.value).startswith(".".join(["config", *section]))
     assert f"{name}={value!r} must be " in str(caught.value)
 
@@ -74,14 +75,12 @@ def test_sections_are_neither_added_nor_replaced():
     ],
 )
 def test_values_need_not_fit_what_is_not_used(fields):
-    config = changed("seed", 0)
-    config.update_from_flattened_dict(fields)
-    config_lib.validate(config)
+    config_lib.validate(make_config(**fields))
 
 
 @pytest.mark.parametrize("options", [dict(kernel_size=4), dict(target_mass=1.0), dict(norm=1.0)])
 def test_mistaken_options_of_a_scheme_name_the_section(options):
-    config = changed("seed", 0)
+    config = make_config()
     config.attention_init = dict(name="impulse") | options
     with pytest.raises(InputError, match=rf"^config\.attention_init: .*{next(iter(options))}"):
         config_lib.make_attention_init(config)
@@ -92,7 +91,7 @@ def test_mistaken_options_of_a_scheme_name_the_section(options):
     [{"name": "impulse"}, {"name": "kaiming_uniform"}, {}],  # the second no longer exists
 )
 def test_a_new_scheme_keeps_the_options_that_it_takes(former, capsys):
-    config = changed("seed", 0)
+    config = make_config()
     config.attention_init = dict(former, kernel_size=5, dilation=2, norm=1.0)
     config_lib.set_field(config, "attention_init.name", "impulse_2024")
     assert config.attention_init.to_dict() == dict(name="impulse_2024", kernel_size=5)
@@ -124,12 +123,12 @@ def test_a_model_of_the_users_own_may_add_fields_to_a_family():
 
 
 def test_a_scheme_of_the_users_own_needs_no_edit_in_the_package():
-    config = changed("seed", 0)
+    config = make_config()
     config_lib.set_scheme(config, f"{__name__}:my_scheme")
     config_lib.set_field(config, "attention_init.strength", "2.0")
     assert config_lib.make_attention_init(config)(None, None) == 2.0
     config.attention_init.weight = 2.0
-    with pytest.raises(InputError, match=r"^config\.attention_init: .*'weight'"):
+    with pytest.raises(InputError, match=r"^config\.attention_init: .*'weight'.* \(rng, site\)"):
         config_lib.make_attention_init(config)
     with pytest.raises(InputError, match=r"^config\.attention_init.*no_such_scheme"):
         config_lib.set_scheme(config, f"{__name__}:no_such_scheme")
@@ -170,9 +169,9 @@ def test_other_text_and_fields_are_refused(path, text, word):
         config_lib.set_field(config_lib.base_config(), path, text)
 
 
-FILE = """
+BASE = "from structinit_jax.config import base_config\n"
+FILE = f"""{BASE}
 from typing import Literal
-from structinit_jax.config import base_config
 
 def get_config(dataset: Literal["cifar10", "stl10"] = "cifar10", depth: Literal["6", "12"] = "6"):
     config = base_config()
@@ -209,11 +208,21 @@ def test_the_row_after_the_colon_gives_the_arguments_of_get_config(tmp_path):
         config_lib.load_config(folder / "f.py")
     file.write_text(FILE.replace(': Literal["cifar10", "stl10"]', ""))
     assert config_lib.load_config(f"{file}:mnist").data.name == "mnist"
-    base = "from structinit_jax.config import base_config\n"
-    file.write_text(f"{base}def get_config(*words): return base_config(*words)")
+    file.write_text(f"{BASE}def get_config(*words): return base_config(*words)")
     assert config_lib.load_config(f"{file}:swin").model.name == "swin"
-    file.write_text(f"{base}import functools\nget_config = functools.partial(base_config, 'vit')")
+    file.write_text(f"{BASE}import functools\nget_config = functools.partial(base_config, 'vit')")
     with pytest.raises(InputError, match="must be a function"):
+        config_lib.load_config(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("config.agument.flip = 0.5", ":3"), ("config.model.depth = 'a'", ":3"), ("a = (", "")],
+)
+def test_errors_of_a_config_file_name_the_line(text, line, tmp_path):
+    file = tmp_path / "c.py"
+    file.write_text(f"{BASE}def get_config():\n    config = base_config(); {text}")
+    with pytest.raises(InputError, match=rf"^config={file}{line}: \w+Error: "):
         config_lib.load_config(file)
 
 
@@ -221,7 +230,7 @@ def test_the_row_after_the_colon_gives_the_arguments_of_get_config(tmp_path):
 
 
 def test_a_run_of_an_earlier_version_is_read_without_the_fields_that_are_gone(tmp_path, capsys):
-    config = changed("seed", 3)
+    config = make_config(seed=3)
     config.attention_init.sizes = (1, 2)  # for a custom scheme
     model = config.model.to_dict() | {"dropout": 0.0}
     old = config.to_dict() | {"num_workers\x1b": 8, "model": model}
@@ -266,8 +275,7 @@ def test_another_config_json_is_refused(tmp_path, text):
 def test_modules_that_a_workdir_names_need_consent(tmp_path, field, monkeypatch):
     (tmp_path / "strangers.py").write_text("raise AssertionError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    config = changed("seed", 0)
-    config.update_from_flattened_dict({field: "strangers:thing"})
+    config = make_config(**{field: "strangers:thing"})
     (tmp_path / "config.json").write_text(config.to_json())
     with pytest.raises(InputError, match=rf"{field}='strangers:thing'.*--trust_workdir"):
         config_lib.load_run_config(tmp_path)

@@ -8,11 +8,11 @@ import runpy
 import tomllib
 import typing
 from operator import attrgetter
-from pathlib import Path
 
 import jax
 import pytest
 from conftest import set_up
+from fork_main import ROOT
 
 from structinit_jax.attention_init import SCHEMES
 from structinit_jax.compare.settings import expand
@@ -23,7 +23,6 @@ from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
 from structinit_jax.training.state import make_initializer
 
-ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
 REFERENCE = tomllib.loads((ROOT / "tests" / "references" / "recipes.toml").read_text())
 

@@ -12,9 +12,8 @@ from flax import nnx
 from structinit_jax.models.convmixer import ConvMixer, _convolve, convolve_depthwise
 from structinit_jax.models.timm import from_timm, to_timm
 
-SIZES = dict(
-    image_size=(8, 12), patch_size=2, channels=1, num_classes=5, width=8, depth=2, kernel_size=3
-)
+SIZES = dict(image_size=(8, 12), patch_size=2, channels=1, num_classes=5)
+SIZES |= dict(width=8, depth=2, kernel_size=3)
 KERNEL_SIZES = {"even": 8, "odd": 5}
 
 

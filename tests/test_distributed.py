@@ -85,9 +85,8 @@ def test_a_process_started_alone_and_a_mistake_that_one_process_sees_end_the_run
     with workdir.lock_workdir(tmp_path):  # process 0 alone takes the lock
         results = [command.wait() for command in start_two(*TINY, f"--workdir={tmp_path}")]
     assert [result.returncode for result in results] == [2, 2], results
-    for result, words in zip(
-        results, ("is in use by another run", "process 0 cannot continue"), strict=True
-    ):
+    messages = ("is in use by another run", "process 0 cannot continue")
+    for result, words in zip(results, messages, strict=True):
         (message,) = [x for x in result.stderr.splitlines() if x.startswith("error: ")]
         assert words in message
     result = waiting.wait(timeout=60)

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from flax.traverse_util import flatten_dict
 from PIL import Image
+from test_folder import write_image
 
 import structinit_jax as si
 from structinit_jax import attention_init, command_line, models
@@ -202,12 +203,10 @@ def test_the_commands_run(page, tmp_path):
     for name in ("mine", "my_config"):
         (tmp_path / f"{name}.py").write_text(EXAMPLES[name])
     if page != "docs/extending.md":  # there, DIR is the workdir
-        for path in ("train", "val"):
-            for number in range(6):
-                folder = tmp_path / "DIR" / path / str(number)
-                folder.mkdir(parents=True)
-                Image.new("RGB", (8, 8), (40 * number, 9, 9)).save(folder / "image.jpg")
-        Image.new("RGB", (8, 8)).save(tmp_path / "photo.jpg")
+        for number in range(6):
+            for path in ("train", "val"):
+                write_image(tmp_path / "DIR" / path / str(number) / "image.jpg", 40 * number)
+        write_image(tmp_path / "photo.jpg", 0)
     for command in commands(page):
         python, option, module, *words = shlex.split(command.replace("/tmp", str(tmp_path)))
         assert python == "python"

@@ -20,7 +20,7 @@ def test_sizes_and_costs_are_printed_without_data_and_memory(tiny_config, capsys
     assert len(jax.live_arrays()) <= live + 20  # a few keys and constants, no state
     out = capsys.readouterr().out
     counts = "384 training examples (train[:384]), 50,000 test examples (validation)"
-    steps = "12, 2.0 epochs of 6.0; "
+    steps = "12 (2.0 epochs of 6.0 steps); "
     for text in ("head/kernel", "64 global", "name=impulse", "memory per device", counts, steps):
         assert text in out
 

@@ -32,9 +32,7 @@ def test_the_file_has_the_weights_of_the_newest_checkpoint(tiny_config, finished
 
 # timm's ImageFolder orders these names as 1, 2, 10, apple, "cat ", Zebra; with the map, its labels
 # are those of data/folder.py. Checked with timm.data.create_dataset(class_map=FILE), timm 1.0.31.
-def test_a_folder_has_the_card_and_the_class_map_of_timm(
-    tiny_config, finished_run, tmp_path, monkeypatch
-):
+def test_a_folder_has_timms_card_and_class_map(tiny_config, finished_run, tmp_path, monkeypatch):
     names = ["1", "10", "2", "Zebra", "apple", "cat "]
     restore_model = export.restore_model
     monkeypatch.setattr(export, "restore_model", lambda *args: (*restore_model(*args)[:2], names))

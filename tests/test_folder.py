@@ -112,9 +112,8 @@ def test_bad_images_stop_or_are_left_out(root, capsys):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     loader = HostLoader(open_dataset("folder", root).split("train"), mesh, CenterCrop(8))
     batches = loader.train_batches(batch_size=8, seed=0, start_step=0, num_steps=4)
-    with pytest.raises(
-        BadImageError, match=rf"^{root.name} 'train', example \d+ \(.*(cat/3|apple)"
-    ):
+    message = rf"^{root.name} 'train', example \d+ \(.*(cat/3|apple)"
+    with pytest.raises(BadImageError, match=message):
         list(batches)
 
     (root / "train" / "cat" / "gone.png").symlink_to(root / "nothing")

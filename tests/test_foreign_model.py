@@ -120,10 +120,9 @@ def test_unusable_parameters_are_refused(message):
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(message, options):
+    options = dict(num_heads=HEADS) | options
     with pytest.raises(InputError, match=message):
-        interop.initialize(
-            state_dict("timm"), normal_scheme, RNG, **dict(num_heads=HEADS) | options
-        )
+        interop.initialize(state_dict("timm"), normal_scheme, RNG, **options)
 
 
 def test_a_linear_layer_is_no_position_table():

@@ -5,12 +5,11 @@ import os
 import shlex
 import socket
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
+from fork_main import ROOT
 
-ROOT = Path(__file__).parent.parent
 ARGUMENTS = ["--config=configs/vit_t_digits.py", "--workdir=/shared/Bob's run", "--config.seed=1"]
 SLICE = ["--name=slice", "--zone=us-west4-a"]
 

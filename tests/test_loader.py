@@ -3,11 +3,11 @@ import threading
 import jax
 import numpy as np
 import pytest
+from tfds_sets import source_of
 
 from structinit_jax.data import loader as loader_lib
 from structinit_jax.data.images import CenterCrop, RandomCrop
 from structinit_jax.data.loader import DeviceLoader, HostLoader, make_loader, stream_indices
-from structinit_jax.data.source import Dataset
 
 NUM = 37
 
@@ -23,9 +23,7 @@ def source():
     rng = np.random.default_rng(0)
     sizes = [(8, 8), (9, 12), (20, 11)]
     images = [rng.integers(0, 256, (*sizes[i % 3], 1), dtype=np.uint8) for i in range(NUM)]
-    records = [{"image": image, "label": label} for label, image in enumerate(images)]
-    dataset = Dataset.from_records("numbers", {"train": records}, range(NUM), channels=1)
-    return dataset.split("train")
+    return source_of(images, range(NUM), range(NUM), channels=1)
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,8 @@ def test_measures_of_mean_maps_are_the_sums_over_pairs_of_tokens():
         expected["neighbor_mass"] = (masses / counts).max()
         for name, value in expected.items():
             np.testing.assert_allclose(found[name][head], value, rtol=1e-5, err_msg=name)
+        dy, dx = measures.strongest_offsets(maps, GRID)[head]
+        assert (masses / counts)[dy + 2, dx + 2] == (masses / counts).max()
     with pytest.raises(InputError, match="leave out class and register tokens"):
         measures.attention_by_offset(maps, (4, 4))
 

@@ -5,20 +5,17 @@ from pathlib import Path
 import fork_main
 import numpy as np
 import pytest
-from PIL import Image
+from test_folder import write_image
+from tfds_sets import source_of
 
 from structinit_jax import prepare
-from structinit_jax.data.source import Dataset
 from structinit_jax.errors import InputError
 
 
 def test_the_report_names_classes_sizes_and_bad_images(tmp_path):
-    for split in ("train", "val"):
-        for name in ("cat", "dog"):
-            (tmp_path / split / name).mkdir(parents=True)
-            for number in range(3):
-                image = Image.new("RGB", (20 + number, 10), "red")
-                image.save(tmp_path / split / name / f"{number}.png")
+    for folder in ("train/cat", "train/dog", "val/cat", "val/dog"):
+        for number in range(3):
+            write_image(tmp_path / folder / f"{number}.png", 255, size=(20 + number, 10))
     (tmp_path / "train" / "dog" / "1.png").write_bytes(b"nothing")
     for name in (".0.png", "0.heic", "1.HEIC", os.fsdecode(b"2.\xff")):
         (tmp_path / "train" / "dog" / name).touch()
@@ -39,8 +36,7 @@ def test_the_report_names_classes_sizes_and_bad_images(tmp_path):
 
 def test_as_many_images_are_checked_as_asked_and_the_rest_is_counted():
     images = [np.zeros((8, 8), np.uint8)] * 1099 + [b"nothing"]
-    records = [{"image": image, "label": 0} for image in images]
-    source = Dataset.from_records("many", {"train": records}, ["cat"]).split("train")
+    source = source_of(images, [0] * 1100, ["cat"])
     for number in (0, 1100, 20_000):
         first, *_, last = prepare.describe_split(source, 1, number)
         assert first == "1,100 examples; checked all"
@@ -53,9 +49,7 @@ def test_as_many_images_are_checked_as_asked_and_the_rest_is_counted():
 
 
 def test_labels_that_are_no_classes_are_bad():
-    image = np.zeros((8, 8), np.uint8)
-    records = [{"image": image, "label": label} for label in (-1, 0, 2, 7)]
-    source = Dataset.from_records("many", {"train": records}, ["cat", "dog"]).split("train")
+    source = source_of(np.zeros((4, 8, 8), np.uint8), (-1, 0, 2, 7), ["cat", "dog"])
     lines = prepare.describe_split(source, 2, 0)
     assert lines[1].startswith("1 of 2 classes, with 0 to 1 of ")
     assert lines[-1] == "bad: labels [2, 7], expected 0 to 1"  # -1 stands for no label
@@ -64,8 +58,7 @@ def test_labels_that_are_no_classes_are_bad():
 def test_mean_and_deviation_are_those_of_all_pixels_by_channel():
     images = np.random.default_rng(0).integers(0, [256, 128, 64], (30, 9, 7, 3), np.uint8)
     images[..., 2] = 83  # of which the variance is rounded to a negative number
-    records = [{"image": image, "label": -1} for image in images]
-    source = Dataset.from_records("noise", {"train": records}, ["a"]).split("train")
+    source = source_of(images, [-1] * 30, ["a"])
     pixels = images.reshape(-1, 3) / 255
     expected = [tuple(f(pixels, axis=0).round(3).tolist()) for f in (np.mean, np.std)]
     assert list(prepare.mean_and_std(source)) == expected

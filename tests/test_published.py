@@ -39,9 +39,7 @@ def test_2024_takes_the_programs_steps(library_promotion):
     np.testing.assert_allclose(np.transpose(key, (1, 2, 0)), ref["key"], atol=1e-5)
 
 
-def test_2024_layers_are_equal_or_fresh_and_take_their_pseudo_inputs(
-    library_promotion, monkeypatch
-):
+def test_2024_layers_are_equal_or_fresh_and_take_their_inputs(library_promotion, monkeypatch):
     same = attention_init.impulse_2024(max_steps=2)(jax.random.key(0), SITE)
     assert np.array_equal(same.query[0], same.query[2])
     # Columns of Q and rows of K have the norm of a uniform draw between ±(h d)^-1/2.
@@ -57,9 +55,8 @@ def test_2024_layers_are_equal_or_fresh_and_take_their_pseudo_inputs(
         return draw_pseudo_input(rng, name, positions)
 
     monkeypatch.setattr(published, "draw_pseudo_input", draw)
-    mixed = attention_init.impulse_2024(max_steps=2, following_input="gaussian")(
-        jax.random.key(0), SITE
-    )
+    scheme = attention_init.impulse_2024(max_steps=2, following_input="gaussian")
+    mixed = scheme(jax.random.key(0), SITE)
     assert names == ["positions", "gaussian"]
     assert len(keys) == 2
     assert np.array_equal(mixed.query[1], mixed.query[2])
@@ -118,11 +115,8 @@ def test_2025_weights_are_those_of_its_parts():
     for factor in (weights.query, weights.key):
         np.testing.assert_allclose(np.linalg.norm(factor, axis=(1, 3)), 7, rtol=1e-4)
     x = layer_norm(18 * np.asarray(LEARNED.positions), 1e-5)
-    maps = softmax(
-        8**-0.5
-        * np.einsum("nD,LDhd,LEhd,mE->Lhnm", x, weights.query, weights.key, x, optimize=True),
-        axis=-1,
-    )
+    logits = np.einsum("nD,LDhd,LEhd,mE->Lhnm", x, weights.query, weights.key, x, optimize=True)
+    maps = softmax(8**-0.5 * logits, axis=-1)
     targets = filter_maps(LEARNED.grid)[weights.filter_index]
     mass = np.mean(np.sum(maps * targets, axis=(2, 3)) / np.sum(targets, axis=(2, 3)))
     np.testing.assert_allclose(weights.report.target_mass, mass, rtol=1e-3)

@@ -11,16 +11,8 @@ import sklearn.datasets
 from PIL import Image, ImageEnhance, ImageOps
 from scipy import stats
 
-from structinit_jax.augment.rand_augment import (
-    NO_OPERATION,
-    OPERATIONS,
-    DrawnOperations,
-    Policy,
-    apply_operations,
-    draw_operations,
-    operation_arguments,
-    parse,
-)
+from structinit_jax.augment import rand_augment
+from structinit_jax.augment.rand_augment import NO_OPERATION, OPERATIONS, Policy, parse
 
 REFERENCE = np.load(pathlib.Path(__file__).with_name("references") / "augment.npz")
 FILL = (124, 116, 104)
@@ -31,7 +23,7 @@ NEGATIVE = np.tile([False, True], 11)
 
 @jax.jit
 def apply(images, drawn):
-    return apply_operations(images, drawn, FILL[: images.shape[-1]])
+    return rand_augment.apply_operations(images, drawn, FILL[: images.shape[-1]])
 
 
 def one_operation(operation, argument, bicubic):
@@ -40,12 +32,12 @@ def one_operation(operation, argument, bicubic):
         np.stack([x, np.full_like(x, none)], axis=1)
         for x, none in ((operation, NO_OPERATION), (argument, 0), (bicubic, False))
     )
-    return DrawnOperations(*drawn)
+    return rand_augment.DrawnOperations(*drawn)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def draw(rngs, policy):
-    return jax.vmap(functools.partial(draw_operations, policy=policy))(rngs)
+    return jax.vmap(functools.partial(rand_augment.draw_operations, policy=policy))(rngs)
 
 
 def photographs():
@@ -109,7 +101,7 @@ def compare(name, images, bicubic=False):
     batch, count = to_batch(sources), len(sources)
     differences = []
     for increasing in (True, False):
-        arguments = operation_arguments(
+        arguments = rand_augment.operation_arguments(
             jnp.asarray(MAGNITUDES), jnp.asarray(NEGATIVE), increasing=increasing
         )
         argument = np.tile(np.asarray(arguments)[:, index], len(images))
@@ -153,7 +145,7 @@ def test_warps_match_pillow_within_rounding(name, bicubic, kind):
 def test_arguments_match_timm(increasing):
     magnitude = jnp.repeat(jnp.arange(11.0)[:, None], 2, axis=1)
     negative = jnp.broadcast_to(jnp.array([False, True]), (11, 2))
-    ours = np.asarray(operation_arguments(magnitude, negative, increasing=increasing))
+    ours = np.asarray(rand_augment.operation_arguments(magnitude, negative, increasing=increasing))
     theirs = REFERENCE["levels"][int(increasing)].swapaxes(1, 2)
     np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
 
@@ -184,8 +176,7 @@ def test_policy_strings_are_parsed_as_in_timm():
 
 
 @pytest.mark.parametrize(
-    "string",
-    ["augmix-m5", "rand-n0", "rand-mstd101", "rand-p0.8", "rand-mmax20", "rand-tweights"],
+    "string", ["augmix-m5", "rand-n0", "rand-mstd101", "rand-p0.8", "rand-mmax20", "rand-tweights"]
 )
 def test_other_policies_are_refused(string):
     assert parse(string) is None

@@ -12,8 +12,10 @@ from structinit_jax.training.workdir import COMPARISON
 
 FACTS = {
     **{"num_steps": 12, "steps_per_epoch": 6, "baseline": "default", "published": "", "note": ""},
-    **{"config": {"data": {"eval_split": "test"}}, "data": {}},
+    **{"config": {"model": {"name": "vit"}, "batch_size": 64}, "data": {}},
 }
+DATA = {"name": "digits", "train_split": "train", "eval_split": "test"}
+FACTS["config"]["data"] = DATA
 
 
 def record(workdir, runs, facts=None):
@@ -52,7 +54,9 @@ def test_intervals_are_those_of_scipy(tmp_path):
         "mimetic": {0: None},
     }
     info, runs = record(tmp_path, curves, {"mimetic": {"baseline": "impulse"}})
-    assert "| +11.00 [+8.52, +13.48] vs. default |" in report.markdown(info, runs)
+    text = report.markdown(info, runs)
+    assert "| +11.00 [+8.52, +13.48] vs. default |" in text
+    assert text.count("vit on 384 examples of digits train, 2 epochs, evaluated on test\n") == 1
 
 
 def test_one_seed_is_compared_without_an_interval(tmp_path):
@@ -60,7 +64,7 @@ def test_one_seed_is_compared_without_an_interval(tmp_path):
         "default": {0: {6: 0.8, 12: 0.75, 18: 0.95}},  # trained past the comparison's last step
         "impulse": {0: {6: {"train/accuracy": 0.9}, 12: 0.8}},
     }
-    config = {"data": {"eval_split": "train"}}
+    config = FACTS["config"] | {"data": DATA | {"eval_split": "train"}}
     info, runs = record(tmp_path, curves, {"impulse": {"config": config}})
     assert runs["impulse"][0].curve == {12: 0.8}  # not the accuracy of training batches
     text = report.markdown(info, runs)

@@ -64,25 +64,16 @@ def test_every_head_attends_to_its_neighbor_with_the_target_mass(changes):
     assert len(np.unique(weights.filter_index)) == 9
 
 
-@pytest.fixture(scope="module")
-def plain():
-    return si.impulse()(RNG, make_site(base_init="pytorch"))
-
-
-def test_all_tokens_share_a_vector_of_mean_zero(plain):
-    assert sorted(np.asarray(plain.patch_bias)) == [-1] * (WIDTH // 2) + [1] * (WIDTH // 2)
-
-
-def test_the_phases_of_keys_are_random(plain):
-    keys = np.einsum("D,LDhd->Lhd", plain.patch_bias, plain.key)
+def test_only_a_vector_that_all_tokens_share_has_weights_that_are_not_the_models_own():
+    plain, own = (
+        scheme()(RNG, make_site(base_init="pytorch")) for scheme in (si.impulse, si.default)
+    )
+    common = np.asarray(plain.patch_bias)
+    assert sorted(common) == [-1] * (WIDTH // 2) + [1] * (WIDTH // 2)  # of mean zero
+    keys = np.einsum("D,LDhd->Lhd", common, plain.key)
     phases = np.arctan2(keys[..., 1::2], keys[..., ::2])
     assert abs(np.exp(1j * phases).mean()) < 0.4
-
-
-def test_the_other_inputs_of_query_and_key_start_as_the_models_own(plain):
-    own = si.default()(RNG, make_site(base_init="pytorch"))
     for drawn, base in ((plain.query, own.query), (plain.key, own.key)):
-        common = np.asarray(plain.patch_bias)
         rest = drawn - np.einsum("D,LEhd,E->LDhd", common, drawn, common) / WIDTH
         np.testing.assert_allclose(np.std(rest), np.std(base), rtol=0.1)
 

@@ -10,8 +10,8 @@ from conftest import set_up
 from jax.sharding import PartitionSpec
 from test_augment import RECIPE
 
-from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
+from structinit_jax.models import default_config
 from structinit_jax.training.evaluation import make_eval_step
 from structinit_jax.training.sharding import MIN_SIZE_TO_SHARD, make_mesh
 
@@ -76,11 +76,8 @@ def test_averages_are_sharded_like_the_weights(wide_config):
 def test_split_weights_are_gathered_and_images_stay_where_they_are(wide_config):
     wide_config.fsdp = 4
     setup, step = compile_step(wide_config)
-    split = [
-        leaf
-        for leaf in jax.tree.leaves(setup.abstract_state.params)
-        if "fsdp" in leaf.sharding.spec
-    ]
+    leaves = jax.tree.leaves(setup.abstract_state.params)
+    split = [leaf for leaf in leaves if "fsdp" in leaf.sharding.spec]
     assert len(split) == 6  # query, key, value, out, fc1, fc2
     sent = bytes_sent(step.as_text())
     assert sent.keys() == {"all-gather", "all-reduce"}
@@ -93,11 +90,8 @@ def test_split_weights_are_gathered_and_images_stay_where_they_are(wide_config):
 
 
 def test_the_model_state_is_replicated(tiny_config):
-    base = base_config("convmixer")
-    tiny_config.model, tiny_config.attention_init = base.model, base.attention_init
-    tiny_config.model.update(
-        num_classes=10, width=128, depth=2, kernel_size=8, spatial_filters="fixed"
-    )
+    sizes = dict(num_classes=10, width=128, depth=2, kernel_size=8)
+    tiny_config.model = default_config("convmixer") | sizes | dict(spatial_filters="fixed")
     tiny_config.fsdp = 4
     state = set_up(tiny_config).abstract_state
     kernel = state.model_state["blocks"]["spatial"]["kernel"]

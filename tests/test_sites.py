@@ -27,3 +27,5 @@ def test_sites_of_the_users_own_take_weights_of_their_own():
 def test_a_scheme_is_a_function_of_rng_and_site(scheme):
     with pytest.raises(InputError, match=r"^attention_init="):
         inspect.unwrap(draw_stacks)(scheme, [], jax.random.key(0))  # as initialize and models do
+    with pytest.raises(InputError, match=r"^rng=0 must be a random key"):
+        inspect.unwrap(draw_stacks)(si.impulse(), [], 0)

@@ -75,29 +75,28 @@ def test_fashion_mnist_is_read_from_files_and_downloaded_once(files, tmp_path, m
     assert len(modes) == 1  # other users can read the downloads
 
 
-def test_a_download_that_breaks_off_is_named(tmp_path, monkeypatch):
-    def break_off(url, timeout):
-        raise http.client.IncompleteRead(b"")
-
-    monkeypatch.setattr(urllib.request, "urlopen", break_off)
-    with pytest.raises(InputError, match=r"fashion_mnist: .*IncompleteRead.*data_dir"):
-        open_dataset("fashion_mnist", tmp_path)
-
-
-def test_a_folder_that_cannot_hold_a_download_is_named(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(small, "URL", files[0].as_uri())
-    (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=r"fashion_mnist: .*file/data .*data_dir"):
-        open_dataset("fashion_mnist", tmp_path / "file" / "data")
-
-
-def test_files_that_are_not_downloaded_or_not_the_originals_are_named(files, tmp_path, monkeypatch):
-    folder, _ = files
+def test_downloads_that_fail_are_named(files, tmp_path, monkeypatch):
     # Port 9 of this host refuses connections at once, whatever the network.
     monkeypatch.setattr(small, "URL", "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with pytest.raises(InputError, match=r"fashion_mnist: .*refused.*data_dir"):
         open_dataset("fashion_mnist", tmp_path / "data")
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(small, "URL", files[0].as_uri())
+    with pytest.raises(InputError, match=r"fashion_mnist: .*file/data .*data_dir"):
+        open_dataset("fashion_mnist", tmp_path / "file" / "data")
+
+    def break_off(url, timeout):
+        raise http.client.IncompleteRead(b"")
+
+    monkeypatch.setattr(urllib.request, "urlopen", break_off)
+    with pytest.raises(InputError, match=r"fashion_mnist: .*IncompleteRead.*data_dir"):
+        open_dataset("fashion_mnist", tmp_path / "data")
+
+
+def test_files_that_are_not_the_originals_are_named(files, tmp_path, monkeypatch):
+    folder, _ = files
+    monkeypatch.setattr(small, "URL", "http://127.0.0.1:9")
     labels = folder / "t10k-labels-idx1-ubyte.gz"
     labels.write_bytes(labels.read_bytes()[:-5])
     with pytest.raises(InputError, match=r"t10k-labels.*gz is not the original file"):

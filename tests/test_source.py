@@ -3,18 +3,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from tfds_sets import source_of
 
 from structinit_jax.data import source as source_lib
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.images import BadImageError
-from structinit_jax.data.source import (
-    Dataset,
-    DatasetInfo,
-    count_common,
-    digest,
-    parse_split,
-    split_size,
-)
+from structinit_jax.data.source import Dataset, DatasetInfo, digest, parse_split, split_size
 from structinit_jax.errors import InputError
 
 INFO = DatasetInfo(10, 1, {"train": 57, "test": 9})
@@ -82,8 +76,7 @@ def test_images_are_files_bytes_or_pixels(tmp_path):
     content = (tmp_path / "0.png").read_bytes()
     images = [tmp_path / "0.png", content, np.asarray(image), bytearray(content)]
     images += [np.frombuffer(content, np.uint8), image]
-    records = [{"image": image, "label": label} for label, image in enumerate(images)]
-    source = Dataset.from_records("mixed", {"train": records}, range(6)).split("train")
+    source = source_of(images, range(6), range(6), name="mixed")
     for found, _ in source.read(range(5)):
         np.testing.assert_array_equal(found.decode(), np.asarray(image))
         assert found.checksum()
@@ -99,8 +92,7 @@ def test_images_are_files_bytes_or_pixels(tmp_path):
 
 @pytest.mark.parametrize("label", [2, -1, "a", 0.5])
 def test_labels_that_are_no_classes_are_named(label):
-    records = [{"image": PIXELS, "label": label} for label in (np.int64(1), label)]
-    source = Dataset.from_records("mine", {"train": records}, ["a", "b"]).split("train")
+    source = source_of([PIXELS] * 2, [np.int64(1), label], ["a", "b"], name="mine")
     with pytest.raises(InputError, match=rf"^mine 'train', example 1: label {label!r} is not"):
         list(source.read([0, 1]))
 
@@ -112,7 +104,7 @@ def test_common_examples_of_two_splits_are_counted():
         ("train[:20]+test", "train[15:30]+test[3:]", 5 + 6),
         ("train+train", "train", 57),
     ):
-        assert count_common(first, second, INFO) == common
+        assert source_lib.count_common(first, second, INFO) == common
 
 
 # -- changed data ----------------------------------------------------------------------------------

@@ -7,14 +7,10 @@ from tiny_models import make
 
 from structinit_jax.errors import InputError
 from structinit_jax.models.timm import to_timm
+from structinit_jax.rngs import split_seed
 from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
-from structinit_jax.training.state import (
-    initialize_from_file,
-    initialize_model,
-    make_initializer,
-    split_seed,
-)
+from structinit_jax.training.state import initialize_from_file, initialize_model, make_initializer
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 

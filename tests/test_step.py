@@ -60,9 +60,8 @@ class OneLogit(Model):
 def test_every_class_needs_a_logit(config):
     config.model = dict(name="test_step:OneLogit", num_classes=10)
     setup = set_up(config)
-    with pytest.raises(
-        InputError, match=r"^config\.model: logits\.shape=\(64, 1\) must be \(64, 10\)"
-    ):
+    message = r"^config\.model: logits\.shape=\(64, 1\) must be \(64, 10\)"
+    with pytest.raises(InputError, match=message):
         setup.train_step.lower(*setup.arguments)
 
 
@@ -116,9 +115,7 @@ def test_no_step_repeats_the_keys_of_the_weights():
     assert len(keys) == len(used) + len(drawn)
 
 
-def test_operations_on_the_parts_of_a_batch_have_keys_of_their_own_in_each_step(
-    config, first_state, monkeypatch
-):
+def test_operations_have_keys_of_their_own_in_each_step_and_part(config, first_state, monkeypatch):
     config.accumulate_steps = 2
     config.model.drop_path = 0.1
     config.augment.update(crop="pad", flip=0.5, rand_augment="rand-m9", erasing=0.25)
@@ -160,9 +157,8 @@ def test_a_batch_in_parts_takes_the_same_step(config, setup, first_state):
     parts, metrics = in_parts.train_step(place(first_state, in_parts), make_batch(), np.uint32(0))
     for name in ("loss", "accuracy", "gradient_norm"):
         np.testing.assert_allclose(metrics[name], whole_metrics[name], rtol=1e-4)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), parts.params, whole.params
-    )
+    close = functools.partial(np.testing.assert_allclose, atol=1e-5)
+    jax.tree.map(close, parts.params, whole.params)
 
 
 def test_averages_follow_the_weights_and_statistics_the_parts_of_a_batch(config):

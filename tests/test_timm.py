@@ -171,10 +171,7 @@ UNFIT = {  # how to make teacher and student from a teacher, and what the messag
     "grid": (lambda t: (vit(*TEACHER, image_size=(8, 12)), vit(12, 2, 3)), "number of tokens"),
     "patches of a ViT": (lambda t: (t, vit(12, 2, 3, **SMALL_PATCHES)), "patch size"),
     "patches of a mixer": (lambda t: (mixer(16, 3), mixer(8, 1, **SMALL_PATCHES)), "patch size"),
-    "patches of a ConvMixer": (
-        lambda t: (convmixer(16), convmixer(8, **SMALL_PATCHES)),
-        "patch size",
-    ),
+    "patches of a CNN": (lambda t: (convmixer(16), convmixer(8, **SMALL_PATCHES)), "patch size"),
     "windows": (lambda t: (swin(8), swin(8, window_size=2)), "window size"),
     "channels": (lambda t: (vit(*TEACHER, channels=3), vit(12, 2, 3)), "same channels"),
     "family": (lambda t: (t, mixer(8, 1)), "of the same family"),

@@ -1,5 +1,4 @@
 import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -87,9 +86,7 @@ def test_mimetic_maps_are_near_the_identity():
 # -- depthwise convolutions ------------------------------------------------------------------------
 
 # Recorded by references/make_convmixer_filters.py from the 2024 paper's program.
-PROGRAM = json.loads(
-    pathlib.Path(references.__file__).with_name("convmixer_filters.json").read_text()
-)
+PROGRAM = json.loads((references.HERE / "convmixer_filters.json").read_text())
 
 
 def kernels(scheme, kernel_size=3, width=36, num_layers=2, seed=0):

@@ -198,7 +198,7 @@ def test_a_nonfinite_step_stops_the_run_and_its_trace_is_kept(bad_config, workdi
     with pytest.raises(StoppedError) as caught:
         train.train(bad_config, workdir, profile_step=3)  # after resuming from step 12
     assert caught.value.exit_code == 2
-    assert "structinit_jax.show with --step=15" in str(caught.value)
+    assert f"structinit_jax.show --step=15 --workdir={workdir}" in str(caught.value)
     out = capsys.readouterr().out
     assert f"wrote a trace, starting at step 15, to {workdir / 'profile'}: " in out
     (perfetto,) = (workdir / "profile").rglob("perfetto_trace.json.gz")
@@ -234,9 +234,8 @@ def test_a_full_disk_ends_the_run_and_leaves_its_checkpoints(longer_config, work
                 full.enter_context(small_files_only(4096))
 
         patch.setattr(train.MetricsLog, "write", write_and_fill)
-        with pytest.raises(
-            StoppedError, match=r"File too large.*the same command again"
-        ) as stopped:
+        message = r"File too large.*the same command again"
+        with pytest.raises(StoppedError, match=message) as stopped:
             train.train(longer_config, workdir)
     assert stopped.value.exit_code == 1
     assert checkpoint.find_step(workdir / "checkpoints") == 12

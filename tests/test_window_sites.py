@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from foreign_models import NAMES, split
+from foreign_models import split, state_dict
 
 from structinit_jax import interop
 from structinit_jax.attention_init import AttentionWeights, WindowSite
@@ -81,11 +81,7 @@ def test_swin_of_other_projects(project):
 
 
 def test_rows_of_the_class_token_stay():
-    shapes = NAMES["timm_no_positions"]
-    params = {
-        name: np.full(shape, name.endswith("weight") if "norm" in name else 0.1, np.float32)
-        for name, shape in shapes.items()
-    }
+    params = state_dict("timm_no_positions")
     name = "blocks.1.attn.relative_position_bias_table"
     assert params[name].shape == (27**2 + 3, 12)
     new = interop.initialize(params, scheme, RNG)

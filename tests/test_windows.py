@@ -19,10 +19,9 @@ def maps_of(weights, window=WINDOW):
     n = rows * cols
     table = np.asarray(weights.bias).reshape(-1, 2 * rows - 1, 2 * cols - 1, weights.bias.shape[-1])
     logits = np.zeros((len(table), table.shape[-1], n, n))
-    for i in range(n):
-        for j in range(n):
-            dy, dx = i // cols - j // cols, i % cols - j % cols
-            logits[:, :, i, j] = table[:, dy + rows - 1, dx + cols - 1]
+    for i, j in np.ndindex(n, n):
+        dy, dx = i // cols - j // cols, i % cols - j % cols
+        logits[:, :, i, j] = table[:, dy + rows - 1, dx + cols - 1]
     exponential = np.exp(logits)
     return exponential / exponential.sum(-1, keepdims=True)
 

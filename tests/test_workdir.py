@@ -5,18 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_config import make_config
 
-from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
 from structinit_jax.files import open_path
-from structinit_jax.training.workdir import (
-    RUN,
-    check_config,
-    check_resume,
-    lock_workdir,
-    open_workdir,
-    prepare_workdir,
-)
+from structinit_jax.training import workdir
 
 PLACE = "step 400 in /runs/digits"
 
@@ -25,8 +18,8 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path):
     process = f"process {os.getpid()} on {socket.gethostname()}"
     holder = rf"workdir={tmp_path} is in use by another run \({process}\): "
     for _ in range(2):
-        with lock_workdir(tmp_path), pytest.raises(InputError, match=holder):
-            lock_workdir(tmp_path).__enter__()
+        with workdir.lock_workdir(tmp_path), pytest.raises(InputError, match=holder):
+            workdir.lock_workdir(tmp_path).__enter__()
 
 
 def test_unusable_directories_are_refused(tmp_path, monkeypatch):
@@ -34,12 +27,15 @@ def test_unusable_directories_are_refused(tmp_path, monkeypatch):
     assert open_path("run") == Path.cwd() / "run"
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"workdir=.*file cannot be written to"):
-        prepare_workdir(tmp_path / "file")
+        workdir.prepare_workdir(tmp_path / "file")
     (tmp_path / "compare.json").touch()
-    with pytest.raises(InputError, match=r"^workdir=.*SETTING/seed_K"), open_workdir(tmp_path):
+    with (
+        pytest.raises(InputError, match=r"^workdir=.*SETTING/seed_K"),
+        workdir.open_workdir(tmp_path),
+    ):
         pass
     with pytest.raises(InputError, match=r"workdir='gs://bucket/run'"):
-        prepare_workdir("gs://bucket/run")
+        workdir.prepare_workdir("gs://bucket/run")
     with pytest.raises(InputError, match="workdir="):
         open_path("nothing://x")
     monkeypatch.setitem(sys.modules, "s3fs", None)
@@ -50,14 +46,6 @@ def test_unusable_directories_are_refused(tmp_path, monkeypatch):
 # -- resuming --------------------------------------------------------------------------------------
 
 
-def make_config(**fields):
-    config = base_config()
-    config.data.name = "digits"
-    for field, value in fields.items():
-        config.update_from_flattened_dict({field: value})
-    return config
-
-
 def saved(**fields):
     """The record of a checkpoint."""
     config = json.loads(make_config(**fields).to_json())
@@ -66,7 +54,7 @@ def saved(**fields):
 
 def check(saved, data_digest="c0ffee", evaluation="milk", last_step=400, **fields):
     record = {"data_digest": data_digest, "evaluation": evaluation}
-    check_resume(saved, record, make_config(**fields), last_step, PLACE)
+    workdir.check_resume(saved, record, make_config(**fields), last_step, PLACE)
 
 
 def test_fields_that_may_change_are_listed(capsys):
@@ -116,7 +104,7 @@ def test_a_field_of_a_custom_model_may_be_a_dict():
     config = make_config()
     config.model.options = {"scale": 2.0}
     with pytest.raises(InputError, match=r"\n  model\.options: None -> \{'scale': 2\.0\}\n"):
-        check_config(old, config, RUN, PLACE)
+        workdir.check_config(old, config, workdir.RUN, PLACE)
 
 
 def test_fields_of_another_version_do_not_count(capsys):

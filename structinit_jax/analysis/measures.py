@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from structinit_jax.attention_init.solve import find_hits, overlap
 from structinit_jax.attention_init.targets import relative_index
@@ -34,17 +34,25 @@ def measure_mean_maps(
     y, x = np.divmod(np.arange(num_tokens), grid[1])
     distances = np.hypot(y[:, None] - y, x[:, None] - x).astype(np.float32)
     near = (distances < 1.5).astype(np.float32)  # up to the diagonal neighbors
-    rows, columns = (side // 2 for side in grid)
-    center = (
-        slice(grid[0] - 1 - rows, grid[0] + rows),
-        slice(grid[1] - 1 - columns, grid[1] + columns),
-    )
-    kernels = attention_by_offset(maps, grid)[..., *center]
     return {
         "distance": jnp.einsum("...nm,nm->...", maps, distances) / num_tokens,
         "neighborhood_mass": jnp.einsum("...nm,nm->...", maps, near) / num_tokens,
-        "neighbor_mass": kernels.max(axis=(-2, -1)),
+        "neighbor_mass": _near_kernels(maps, grid).max(axis=(-2, -1)),
     }
+
+
+def strongest_offsets(
+    maps: Float[Array | np.ndarray, "*heads N N"], grid: tuple[int, int]
+) -> Int[np.ndarray, "*heads 2"]:
+    """Returns the offset (rows down, columns right) of the 'neighbor_mass' of `measure_mean_maps`.
+
+    >>> strongest_offsets(np.eye(16), grid=(4, 4))
+    array([0, 0])
+    """
+    kernels = np.asarray(_near_kernels(maps, grid))
+    *lead, rows, columns = kernels.shape
+    place = kernels.reshape(*lead, rows * columns).argmax(axis=-1)
+    return np.stack([place // columns - rows // 2, place % columns - columns // 2], axis=-1)
 
 
 def mean_entropy(maps: Float[Array, "B *heads N N"]) -> Float[Array, "*heads"]:
@@ -91,6 +99,12 @@ def attention_by_offset(
     total = jnp.zeros((len(flat), count.size)).at[:, place].add(flat)
     kernels = total / jnp.asarray(count, jnp.float32)[None]
     return kernels.reshape(*maps.shape[:-2], *shape)
+
+
+def _near_kernels(maps, grid):
+    """Returns the part of `attention_by_offset` with offsets up to half the grid."""
+    rows, columns = (slice(side - 1 - side // 2, side + side // 2) for side in grid)
+    return attention_by_offset(maps, grid)[..., rows, columns]
 
 
 # -- representations -------------------------------------------------------------------------------

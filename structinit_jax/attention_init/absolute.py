@@ -33,7 +33,7 @@ POSITION_SCALE = 18.0
 # solution, and larger steps lead away from it; solving for sharp maps and softening them afterwards
 # makes more rows peak on their target.
 MAX_SMOOTH_RANK = 64
-LEARNED_SOLVE = dict(learning_rate=0.005, sharp_mass=0.9, steps=300)
+HIGH_RANK_SOLVE = dict(learning_rate=0.005, sharp_mass=0.9, steps=300)
 
 
 def impulse(
@@ -60,10 +60,10 @@ def impulse(
     )
     is_learned = site.positions_trainable and not replace_positions
     if is_learned:
-        z, basis = solve.learned_row_space(layer_norm(jnp.asarray(positions)))
+        z, basis = solve.full_row_space(layer_norm(jnp.asarray(positions)))
     else:
         z, basis = solve.row_space(layer_norm(np.asarray(positions)))
-    options = LEARNED_SOLVE if is_learned or basis.shape[1] > MAX_SMOOTH_RANK else {}
+    options = HIGH_RANK_SOLVE if is_learned or basis.shape[1] > MAX_SMOOTH_RANK else {}
     sizes = site.sizes  # which jit can hash
     start = solve.start_factors(z, targets, sizes.head_dim)
     rows, targets = solve.sample_rows(targets)

@@ -216,6 +216,8 @@ class AttentionWeights(NamedTuple):
 
     Attributes:
       out: Kernel of the output projection.
+      report: How close the maps are to their targets. A scheme that changes the query or key of
+        another one sets it to None, because it describes the solve.
       positions: Values of a trainable position encoding, without class and register tokens.
       filter_index: Index of each head's filter in `kernels`, for the first l ≤ L layers; the other
         layers have no filters.
@@ -274,6 +276,7 @@ def draw_stacks(scheme: AttentionInit, sites: Sequence[Site], rng: jax.Array) ->
             f"attention_init={getattr(scheme, '__name__', repr(scheme))} must be a function of "
             "(rng, site): call the scheme, as in impulse()"
         ) from error
+    require("rng", rng, "a random key, such as jax.random.key(0)", isinstance(rng, jax.Array))
     rngs = [rng] if len(sites) == 1 else jax.random.split(rng, len(sites))
     weights = []
     for stack_rng, site in zip(rngs, sites, strict=True):
@@ -302,7 +305,7 @@ def check_weights(weights: Any, site: Any) -> None:
     if not isinstance(weights, AttentionWeights):
         return
     trainable = getattr(site, "positions_trainable", False)
-    has_table = type(site) not in (AttentionSite, RotarySite)
+    has_table = type(site) not in (AttentionSite, RotarySite)  # a user's own site can have one
     settable = {"positions": trainable, "position_scale": trainable, "bias": has_table}
     for field, is_settable in settable.items():
         value = getattr(weights, field)

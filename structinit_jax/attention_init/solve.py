@@ -69,7 +69,7 @@ def row_space(
 
 
 @jax.jit
-def learned_row_space(x: Float[Array, "N D"]) -> tuple[Float[Array, "N r"], Float[Array, "D r"]]:
+def full_row_space(x: Float[Array, "N D"]) -> tuple[Float[Array, "N r"], Float[Array, "D r"]]:
     """Splits X = Z Bᵀ as `row_space` does, at full rank r = min(N, D); X can be traced."""
     u, s, vt = jnp.linalg.svd(x, full_matrices=False)
     return u * s[None], vt.T
@@ -227,7 +227,7 @@ def minimize(
 
     `loss_and_mass(factors, norm)` normalizes the factors, so only their directions matter; their
     columns should have a norm of about 1. With a target mass, the norm rises while the mass is too
-    low and falls while it is too high, between 1/16 and 8 times its initial value.
+    low and falls while it is too high, within `NORM_CHANGE`.
 
     The learning rate falls linearly to 0. Unlike in `optax.adam`, entries along the last axis of an
     array share a second moment. With a second moment per entry, rounding errors would grow to full

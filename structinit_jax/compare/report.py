@@ -117,6 +117,7 @@ def markdown(info: Mapping[str, Any], runs: Runs) -> str:
         interval = "With one seed there is no interval: a difference may be due to chance."
     parts = [
         "# Comparison",
+        *dict.fromkeys(map(_describe, info["settings"].values())),
         _table(_summary(info, runs)),
         "Accuracy after the last epoch in percent: mean ± standard deviation over seeds. "
         + interval,
@@ -128,6 +129,17 @@ def markdown(info: Mapping[str, Any], runs: Runs) -> str:
         parts += ["## Failed runs", _table([["setting", "seed", "error"], *failures])]
     parts += ["## Machine and versions", info["machine"], "results.csv lists every run."]
     return "\n\n".join(parts) + "\n"
+
+
+def _describe(facts) -> str:
+    """Describes what the runs of a setting train on, and for how long."""
+    data = facts["config"]["data"]
+    epochs = facts["num_steps"] / facts["steps_per_epoch"]
+    examples = round(facts["steps_per_epoch"] * facts["config"]["batch_size"])
+    return (
+        f"{facts['config']['model']['name']} on {examples:,} examples of {data['name']} "
+        f"{data['train_split']}, {epochs:.4g} epochs, evaluated on {data['eval_split']}"
+    )
 
 
 def _table(rows: list[list[str]]) -> str:

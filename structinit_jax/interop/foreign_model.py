@@ -101,7 +101,10 @@ class ForeignModel:
         self.num_heads = num_heads if shown is None else shown
         if layout.torch:
             self.width, inner = shape[:2]
-            needs = f"the number of heads, a divisor of the {inner} channels of {out}"
+            needs = (
+                f"the number of heads, a divisor of the {inner} channels of {out}; shapes do not "
+                "show it, but the model does (timm: model.blocks[0].attn.num_heads)"
+            )
             fits = is_count(self.num_heads) and inner % self.num_heads == 0
             require("num_heads", self.num_heads, needs, fits)
             self.head_dim = inner // self.num_heads

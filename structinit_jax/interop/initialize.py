@@ -122,7 +122,7 @@ def _find_site(
         warn(
             f"params: {scale} makes the attention's output so small that the scheme's value and "
             "projection weights hardly matter: build the model without LayerScale (in timm, "
-            "init_values=None), unless only the maps matter"
+            "timm.model_entrypoint(NAME)(init_values=None)), unless only the maps matter"
         )
     if model.bias_tables:
         needs = "left out: the model has relative position biases instead"

@@ -229,8 +229,9 @@ def _check_finite(steps, checkpoints):
             f"after step {step} the state is not finite (loss {values['loss']}, gradient norm "
             f"{values['gradient_norm']}, learning rate {values['learning_rate']}). Training stops; "
             "the checkpoints are not affected.\n"
-            f"To see the images of this step, run structinit_jax.show with --step={step} and this "
-            f"--workdir. The same command resumes from step {checkpoints.latest_step or 0} and "
-            "repeats the step: lower config.learning_rate or set config.clip_norm",
+            f"To see the images of this step, run python -m structinit_jax.show --step={step} "
+            f"--workdir={checkpoints.directory.parent}. The same command resumes from step "
+            f"{checkpoints.latest_step or 0} and repeats the step: lower config.learning_rate or "
+            "set config.clip_norm",
             exit_code=NOT_FINITE_EXIT_CODE,
         )
