@@ -139,6 +139,8 @@ def test_a_folder_of_classes_is_the_split_train(root, tmp_path_factory):
     first, rest = dataset.split("train[:90%]"), dataset.split("train[90%:]")
     assert values(first) + values(rest) == values(dataset.split("train"))
     assert dataset.split("train").labels().tolist() == whole.labels().tolist()
+    (root / "val").rename(root / "test")  # the only split that is left
+    assert open_dataset("folder", root).info == DatasetInfo(3, 3, {"test": 6})
     # Splits under other names are not taken for classes.
     for name in ("training", "validation"):
         shutil.copytree(flat, flat.parent / "other" / name)

@@ -145,7 +145,7 @@ def test_a_run_continues_with_fields_that_may_change(longer_config, workdir, cap
     assert json.loads((workdir / "config.json").read_text())["clip_norm"] == 0
     metrics = read_metrics(workdir)
     assert metrics[-1]["step"] == 18
-    assert metrics[-2]["train/loss"] > 10  # the user's loss
+    assert metrics[-2]["train/loss"] > 10 > metrics[-1]["eval/loss"]  # only the first is the user's
     best = checkpoint.find_step(workdir / "checkpoints", "best")
     record = checkpoint.read_run(workdir / "checkpoints", best)
     dataset = open_dataset("digits")
