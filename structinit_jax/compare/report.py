@@ -37,7 +37,7 @@ class SeedRun:
     Attributes:
       folder: Workdir of the run.
       split: Split on which the run is evaluated.
-      curve: Test accuracy, from 0 to 1, by step, up to the last step of the comparison:
+      curve: Accuracy on this split, from 0 to 1, by step, up to the comparison's last step:
         `structinit_jax.main` may have trained the run for longer.
       error: Why the run failed, in one line.
       status: 'done', 'failed' or 'unfinished'. A run is done if it has the accuracy of the last
@@ -64,7 +64,7 @@ class SeedRun:
 
     @property
     def accuracy(self) -> float:
-        """The test accuracy after the last step of a run that is done."""
+        """The accuracy after the last step of a run that is done."""
         return self.curve[self.facts["num_steps"]]
 
     @property
@@ -221,7 +221,7 @@ def csv_of(runs: Runs) -> str:
 
 
 def draw_curves(runs: Runs) -> Figure:
-    """Draws the test accuracy by epoch of the settings with finished runs.
+    """Draws the accuracy by epoch of the settings with finished runs.
 
     Lines are means over the finished seeds, bands one standard deviation on either side.
     """

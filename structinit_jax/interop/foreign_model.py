@@ -315,9 +315,9 @@ def find_models(leaves: Leaves, num_heads: int | None) -> list[ForeignModel]:
         return [ForeignModel(leaves, find_stack(leaves), num_heads)]
     stacks = find_stacks(leaves)
     # Stacks without tables belong to a text model.
-    seeing = [stack for stack in stacks if any(name.startswith(stack.blocks) for name in tables)]
+    visual = [stack for stack in stacks if any(name.startswith(stack.blocks) for name in tables)]
     models = []
-    for stack in seeing or stacks:
+    for stack in visual or stacks:
         own = [name for block in stack.blocks for name in tables if name.startswith(block)]
         if len(own) != len(stack.attentions):
             raise unsupported(stack.attentions[0], f"has no {_BIAS_TABLE}, unlike other layers")

@@ -204,13 +204,13 @@ def find_stack(leaves: Leaves) -> Stack:
     columns = zip(*(name.split(".") for name in names), strict=False)
     shared = list(itertools.takewhile(lambda parts: len(set(parts)) == 1, columns))
     stems = [".".join(name.split(".")[: len(shared) + 1]) + "." for name in names]
-    seeing = [
+    visual = [
         stack._replace(stem=stem)
         for stack, stem in zip(stacks, stems, strict=True)
         if any(name.startswith(stem) and np.ndim(leaf) == 4 for name, leaf in leaves.items())
     ]
-    if len(seeing) == 1:
-        return seeing[0]
+    if len(visual) == 1:
+        return visual[0]
     raise InputError(
         f"params hold several models ({', '.join(names)}): pass the subtree of one; models with "
         "several stages are not supported, except Swin (but not SwinV2)"
