@@ -34,11 +34,11 @@ with epy.lazy_api_imports(
     )
     from structinit_jax.config import base_config, load_config
     from structinit_jax.errors import InputError
-    from structinit_jax.evaluate import Classifier
     from structinit_jax.interop import initialize, torch_maps
     from structinit_jax.models import ConvMixer, MlpMixer, SwinTransformer, VisionTransformer
     from structinit_jax.models.model import Model
     from structinit_jax.models.timm import from_timm, select_weights, to_timm
+    from structinit_jax.training.evaluation import Classifier
     from structinit_jax.training.train import train
 
 del epy  # Not part of the public API.

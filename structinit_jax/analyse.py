@@ -29,7 +29,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from structinit_jax import command_line, evaluate
+from structinit_jax import command_line
 from structinit_jax.analysis import figures
 from structinit_jax.analysis.collect import (
     BATCH_SIZE,
@@ -44,6 +44,7 @@ from structinit_jax.data.folder import title
 from structinit_jax.errors import require
 from structinit_jax.files import replace_files
 from structinit_jax.training import workdir as workdir_lib
+from structinit_jax.training.evaluation import restore_model
 
 
 def define_flags() -> None:
@@ -89,7 +90,7 @@ def main(overrides: command_line.Overrides) -> None:
     if has_run:
         step = FLAGS.step or "newest"
         devices = jax.local_devices()[:1]
-        model, state, _ = evaluate.restore_model(
+        model, state, _ = restore_model(
             config, FLAGS.workdir, devices, step, level=workdir_lib.START
         )
         snapshots = observe_run(config, model, state, images)

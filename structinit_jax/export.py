@@ -26,9 +26,9 @@ from structinit_jax import command_line
 from structinit_jax import config as config_lib
 from structinit_jax.command_line import FLAGS
 from structinit_jax.errors import require
-from structinit_jax.evaluate import restore_model
 from structinit_jax.files import write_atomically
 from structinit_jax.models.timm import to_timm
+from structinit_jax.training.evaluation import restore_model
 
 WEIGHTS = "model.safetensors"  # the name that timm expects in a folder
 CLASS_MAP = "class_map.pkl"  # timm's text format cannot hold every folder name

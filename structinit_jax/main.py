@@ -17,11 +17,11 @@ import jax
 from absl import flags
 from etils import epy
 
-from structinit_jax import command_line, evaluate
+from structinit_jax import command_line
 from structinit_jax.command_line import FLAGS
 from structinit_jax.errors import InputError
 from structinit_jax.files import open_path, write_atomically
-from structinit_jax.training import distributed
+from structinit_jax.training import distributed, evaluation
 from structinit_jax.training.metrics import read_metrics
 from structinit_jax.training.train import train
 
@@ -70,7 +70,7 @@ def main(overrides: command_line.Overrides) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # After `join`, JAX only records it.
         workdir = command_line.required_workdir()
         out = command_line.out_folder("") if FLAGS.out else None
-        evaluate.evaluate_checkpoint(config, workdir, FLAGS.step or "newest", out)
+        evaluation.evaluate_checkpoint(config, workdir, FLAGS.step or "newest", out)
     else:
         workdir = command_line.required_workdir()
         train(config, workdir, FLAGS.profile_step, on_evaluation=draw_curves)

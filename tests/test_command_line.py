@@ -11,7 +11,7 @@ import pytest
 
 from structinit_jax import command_line
 from structinit_jax.errors import InputError
-from structinit_jax.evaluate import Classifier
+from structinit_jax.training.evaluation import Classifier
 
 CONFIG = "--config=configs/vit_t_digits.py"
 

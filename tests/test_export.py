@@ -8,17 +8,18 @@ from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from structinit_jax import evaluate, export
+from structinit_jax import export
 from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
 from structinit_jax.models import create_model
 from structinit_jax.models.timm import from_timm
+from structinit_jax.training import evaluation
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
 def test_the_file_has_the_weights_of_the_newest_checkpoint(tiny_config, finished_run, tmp_path):
-    model, state, _ = evaluate.restore_model(tiny_config, finished_run.workdir)
+    model, state, _ = evaluation.restore_model(tiny_config, finished_run.workdir)
     params = jax.device_get(state.params)
     tiny_config.batch_size = 9  # does not fit the devices
     assert export.export(tiny_config, finished_run.workdir, tmp_path) == 12

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from conftest import make_batch, make_tiny_config, place, read_metrics, set_up
 
-from structinit_jax import evaluate
 from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
-from structinit_jax.training import checkpoint, train
+from structinit_jax.training import checkpoint, evaluation, train
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -63,10 +62,10 @@ def test_runs_update_only_statistics_and_resume(config, setup, first_state, tmp_
     jax.tree.map(np.testing.assert_array_equal, found["spatial"], fresh["spatial"])
     for name in ("mean", "variance"):
         assert np.abs(found["norm1"][name] - fresh["norm1"][name]).min() > 1e-4
-    evaluated = evaluate.evaluate_checkpoint(config, tmp_path / "whole")
+    evaluated = evaluation.evaluate_checkpoint(config, tmp_path / "whole")
     assert evaluated == pytest.approx(results, rel=1e-6)
     config.model.spatial_filters = "trained"
     with pytest.raises(InputError, match=r"as in step 12 .*\n  model.spatial_filters: 'fixed' -> "):
-        evaluate.evaluate_checkpoint(config, tmp_path / "whole")
+        evaluation.evaluate_checkpoint(config, tmp_path / "whole")
     with pytest.raises(InputError, match=r"blocks/spatial/.* missing in the model"):
-        evaluate.restore_model(config, tmp_path / "whole", level=0)
+        evaluation.restore_model(config, tmp_path / "whole", level=0)

@@ -14,11 +14,11 @@ from tiny_models import make
 
 import structinit_jax as si
 from structinit_jax import config as config_lib
-from structinit_jax import errors, evaluate, export
+from structinit_jax import errors, export
 from structinit_jax.analysis import collect
 from structinit_jax.attention_init import SCHEMES
 from structinit_jax.errors import InputError
-from structinit_jax.training import build, sharding, train
+from structinit_jax.training import build, evaluation, sharding, train
 from structinit_jax.training.state import AbstractModel, make_initializer, split_model
 from structinit_jax.training.step import LOSSES
 
@@ -56,7 +56,7 @@ def test_the_readmes_objects_train_and_the_model_is_not_exported(mine, tmp_path,
     assert results["eval/accuracy"] > 0.9
     with pytest.raises(InputError, match=r"^config\.model\.name='mine:Linear'"):
         export.export(config, tmp_path / "run", tmp_path)
-    model, _, _ = evaluate.restore_model(config, tmp_path / "run")
+    model, _, _ = evaluation.restore_model(config, tmp_path / "run")
     with pytest.raises(InputError, match=r"^type\(model\)=.*Linear.* must be one of"):
         si.to_timm(nnx.merge(model.graphdef, model.params, model.model_state))
     # The run is not resumed with different labels.

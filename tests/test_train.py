@@ -10,12 +10,12 @@ import pytest
 from conftest import make_batch, read_metrics, set_up, small_files_only
 from safetensors.numpy import load_file
 
-from structinit_jax import evaluate, export
+from structinit_jax import export
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.loader import DeviceLoader
 from structinit_jax.data.source import digest
 from structinit_jax.errors import InputError, StoppedError
-from structinit_jax.training import build, checkpoint, train
+from structinit_jax.training import build, checkpoint, evaluation, train
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -102,13 +102,13 @@ def test_averaged_weights_are_resumed_evaluated_and_exported(tiny_config, tmp_pa
         state, _ = setup.train_step(state, batch, np.uint32(1))
     jax.tree.map(np.testing.assert_array_equal, resumed, jax.device_get(state))
 
-    found = evaluate.evaluate_checkpoint(tiny_config, tmp_path / "run")
+    found = evaluation.evaluate_checkpoint(tiny_config, tmp_path / "run")
     assert found == pytest.approx(results, rel=1e-6)
     export.export(tiny_config, tmp_path / "run", tmp_path)
     bias = load_file(tmp_path / "model.safetensors")["head.bias"]
     np.testing.assert_array_equal(bias, resumed.ema["params"]["head"]["bias"])
     tiny_config.ema_decay = 0.0  # the last step's weights, from the same checkpoint
-    _, state, _ = evaluate.restore_model(tiny_config, tmp_path / "run")
+    _, state, _ = evaluation.restore_model(tiny_config, tmp_path / "run")
     np.testing.assert_array_equal(state.params["head"]["bias"], resumed.params["head"]["bias"])
     assert np.any(state.params["head"]["bias"] != bias)
 

@@ -9,13 +9,12 @@ from flax import nnx
 from PIL import Image
 from tfds_sets import write_small_set
 
-from structinit_jax import evaluate
 from structinit_jax.augment import normalize
 from structinit_jax.data import datasets
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.images import CenterCrop, StoredImage
 from structinit_jax.errors import InputError
-from structinit_jax.training import checkpoint, sharding
+from structinit_jax.training import checkpoint, evaluation, sharding
 from structinit_jax.training.evaluation import Evaluation, write_by_class
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 def test_a_checkpoint_is_evaluated_on_its_or_other_data(
     tiny_config, finished_run, tmp_path, capsys
 ):
-    results = evaluate.evaluate_checkpoint(tiny_config, finished_run.workdir, out=tmp_path)
+    results = evaluation.evaluate_checkpoint(tiny_config, finished_run.workdir, out=tmp_path)
     assert results == pytest.approx(finished_run.results, rel=1e-6)
     examples = np.bincount(open_dataset("digits").split("test[:90]").labels()).tolist()
     for folder in (tmp_path, finished_run.workdir):
@@ -32,7 +31,7 @@ def test_a_checkpoint_is_evaluated_on_its_or_other_data(
             assert [int(row["examples"]) for row in csv.DictReader(file)] == examples
     write_small_set(tmp_path, num_classes=10)
     tiny_config.data.update(name="imagenet_sketch", eval_split="test", data_dir=str(tmp_path))
-    evaluate.evaluate_checkpoint(tiny_config, finished_run.workdir)
+    evaluation.evaluate_checkpoint(tiny_config, finished_run.workdir)
     output = capsys.readouterr().out
     assert "on 90 examples of digits test[:90]" in output
     assert "on 2 examples of imagenet_sketch test" in output
@@ -42,12 +41,12 @@ def test_weights_are_split_over_the_devices_that_there_are(tiny_config, finished
     monkeypatch.setattr(sharding, "MIN_SIZE_TO_SHARD", 1)
     tiny_config.update(fsdp=4, batch_size=20)  # neither fits six devices
     devices = jax.devices()[:6]
-    model, state, _ = evaluate.restore_model(tiny_config, finished_run.workdir, devices)
+    model, state, _ = evaluation.restore_model(tiny_config, finished_run.workdir, devices)
     assert model.mesh.shape == {"data": 3, "fsdp": 2}
     kernel = state.params["blocks"]["mlp"]["fc1"]["kernel"]
     assert kernel.addressable_shards[0].data.size == kernel.size // 2
     monkeypatch.setattr(jax, "devices", lambda: devices)
-    results = evaluate.evaluate_checkpoint(tiny_config, finished_run.workdir)
+    results = evaluation.evaluate_checkpoint(tiny_config, finished_run.workdir)
     assert results == pytest.approx(finished_run.results, rel=1e-5)
 
 
@@ -56,7 +55,7 @@ def test_a_model_that_is_computed_otherwise_is_refused(tiny_config, finished_run
     tiny_config.model.positions = "rope"  # has the same parameters
     message = r"as in step 12 in .*\n  data.mean: .*\n  model.positions: 'sincos' -> "
     with pytest.raises(InputError, match=message):
-        evaluate.evaluate_checkpoint(tiny_config, finished_run.workdir)
+        evaluation.evaluate_checkpoint(tiny_config, finished_run.workdir)
 
 
 def test_data_with_other_classes_are_refused(tiny_config, finished_run, monkeypatch):
@@ -65,23 +64,23 @@ def test_data_with_other_classes_are_refused(tiny_config, finished_run, monkeypa
     other = dataclasses.replace(dataset, class_names=names)
     monkeypatch.setattr(datasets, "open_dataset", lambda *_: other)
     with pytest.raises(InputError, match=r"\n  '0' -> '1'\n  '1' -> '0'$"):
-        evaluate.evaluate_checkpoint(tiny_config, finished_run.workdir)
+        evaluation.evaluate_checkpoint(tiny_config, finished_run.workdir)
 
 
 def test_the_checkpoint_can_be_chosen(tiny_config, finished_run, tmp_path, capsys):
-    evaluate.evaluate_checkpoint(tiny_config, finished_run.workdir, "8")
+    evaluation.evaluate_checkpoint(tiny_config, finished_run.workdir, "8")
     assert "step 8  eval loss" in capsys.readouterr().out
     run = checkpoint.read_run(finished_run.workdir / "checkpoints", 8)
     assert run["accuracy"] is None  # Step 8 was not evaluated in training.
     metrics = [line for line in read_metrics(finished_run.workdir) if "eval/accuracy" in line]
     best = max(metrics, key=lambda line: (line["eval/accuracy"], line["step"]))
-    _, state, _ = evaluate.restore_model(tiny_config, finished_run.workdir, step="best")
+    _, state, _ = evaluation.restore_model(tiny_config, finished_run.workdir, step="best")
     assert state.step == best["step"]
     run = checkpoint.read_run(finished_run.workdir / "checkpoints", best["step"])
     assert run["accuracy"] == best["eval/accuracy"]
     for workdir in (finished_run.workdir, tmp_path / "missing"):
         with pytest.raises(InputError, match=rf"workdir='{workdir}' .*'5'; it has (12, |none)"):
-            evaluate.evaluate_checkpoint(tiny_config, workdir, "5")
+            evaluation.evaluate_checkpoint(tiny_config, workdir, "5")
 
 
 # -- Classifier ------------------------------------------------------------------------------------
@@ -89,7 +88,7 @@ def test_the_checkpoint_can_be_chosen(tiny_config, finished_run, tmp_path, capsy
 
 @pytest.fixture(scope="module")
 def classify(finished_run):
-    return evaluate.Classifier(finished_run.workdir, step=12)
+    return evaluation.Classifier(finished_run.workdir, step=12)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +104,7 @@ def digits(tmp_path_factory):
 
 def test_logits_are_those_of_the_checkpoint(classify, digits, tiny_config, finished_run):
     images, files, _ = digits
-    model, state, _ = evaluate.restore_model(tiny_config, finished_run.workdir, jax.devices()[:1])
+    model, state, _ = evaluation.restore_model(tiny_config, finished_run.workdir, jax.devices()[:1])
     network = nnx.merge(model.graphdef, state.params, state.model_state)
     mean, std = (tuple(tiny_config.data[x]) for x in ("mean", "std"))
     expected = jax.jit(lambda images: network(normalize(images, mean, std))[0])(images)
@@ -125,7 +124,7 @@ def test_images_are_cropped_as_the_config_says(
     logits = classify(files)
     np.testing.assert_allclose(logits[:3], expected, atol=1e-5)
     tiny_config.data.crop_fraction = 0.5
-    accuracy = evaluate.evaluate_checkpoint(tiny_config, finished_run.workdir)["eval/accuracy"]
+    accuracy = evaluation.evaluate_checkpoint(tiny_config, finished_run.workdir)["eval/accuracy"]
     assert accuracy == pytest.approx(np.mean(logits.argmax(axis=1) == labels))
     assert accuracy != finished_run.results["eval/accuracy"]
 
