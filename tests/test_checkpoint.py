@@ -47,6 +47,11 @@ def save(checkpoints, step, state=None, accuracy=None, evaluation="test"):
     checkpoints.save(step, state or make_state(step), run)
 
 
+def save_one(directory, step, state=None, evaluation="test"):
+    with opened(directory) as checkpoints:
+        save(checkpoints, step, state, evaluation=evaluation)
+
+
 def read_json(path):
     return json.loads(path.read_bytes().splitlines()[0])
 
@@ -150,8 +155,7 @@ def test_a_run_without_an_intact_checkpoint_does_not_start_anew(directory):
 
 
 def test_a_first_upload_that_one_process_has_not_finished_is_no_damage(tmp_path, monkeypatch):
-    with opened(tmp_path) as checkpoints:
-        save(checkpoints, 4)
+    save_one(tmp_path, 4)
     (tmp_path / "4" / "index_0.json").unlink()
     with pytest.raises(InputError, match="has no intact checkpoint"), opened(tmp_path):
         pass
@@ -163,8 +167,7 @@ def test_a_first_upload_that_one_process_has_not_finished_is_no_damage(tmp_path,
     for _ in range(2):
         with opened(tmp_path) as checkpoints:
             assert checkpoints.latest_step is None
-    with opened(tmp_path) as checkpoints:
-        save(checkpoints, 2)
+    save_one(tmp_path, 2)
     (tmp_path / "2" / "state" / "_METADATA").write_text("")
     with pytest.raises(InputError, match="has no intact checkpoint"), opened(tmp_path):
         pass
@@ -211,8 +214,7 @@ def files_of(folder):
 
 
 def test_parts_of_another_run_or_step_are_noticed(directory, tmp_path, capsys):
-    with opened(tmp_path / "other") as checkpoints:
-        save(checkpoints, 12, evaluation="another run")
+    save_one(tmp_path / "other", 12, evaluation="another run")
     for source in (directory / "8", tmp_path / "other" / "12"):
         shutil.copytree(source / "state", directory / "12" / "state", dirs_exist_ok=True)
         shutil.copy(source / "index_0.json", directory / "12")
@@ -265,8 +267,7 @@ def test_checkpoints_are_kept_at_odd_paths_and_in_object_storage(request, storag
     name = "[a] b*" if storage == "tmp_path" else "run"
     directory = save_three(epath.Path(request.getfixturevalue(storage)) / name / "checkpoints")
     (directory / "²").mkdir()
-    with opened(directory) as checkpoints:
-        save(checkpoints, 16)
+    save_one(directory, 16)
     flip_byte(directory / "16" / ARRAY)
     assert checkpoint.find_step(directory, "best") == 4
     kept = [folder.name for folder in checkpoint.step_folders(directory)]
@@ -286,8 +287,7 @@ def test_arrays_are_restored_on_other_meshes(tmp_path):
             restored = checkpoint.restore(tmp_path, fsdp // 2, placed)
             jax.tree.map(np.testing.assert_array_equal, restored[1:], state[1:])
             assert restored.params["kernel"].sharding.spec == shardings.params["kernel"].spec
-        with opened(tmp_path) as checkpoints:
-            save(checkpoints, fsdp, jax.device_put(state, shardings))
+        save_one(tmp_path, fsdp, jax.device_put(state, shardings))
 
 
 def test_random_keys_and_4_bit_arrays_are_saved_without_implicit_transfers(tmp_path):
@@ -337,8 +337,7 @@ def test_the_newest_the_best_or_any_checkpoint_is_found(directory, capsys):
 
 def test_a_state_must_fit_the_config(tmp_path):
     state = make_state(4)
-    with opened(tmp_path) as checkpoints:
-        save(checkpoints, 4, state)
+    save_one(tmp_path, 4, state)
     assert checkpoint.read_run(tmp_path, 4)["config"] == {"seed": 4}
     with pytest.raises(InputError, match=r"4 does .* 'opt_state/mu' is .* missing in the mo"):
         checkpoint.restore(tmp_path, 4, ABSTRACT._replace(opt_state={}))
