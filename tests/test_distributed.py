@@ -4,6 +4,7 @@ import shutil
 import signal
 
 import fork_main
+import jax
 import numpy as np
 import pytest
 from conftest import read_metrics
@@ -141,3 +142,4 @@ def test_a_second_signal_interrupts_at_once():
 def test_a_process_of_a_cluster_may_train_alone(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
     distributed.join(num_processes=1)
+    assert not jax.distributed.is_initialized()

@@ -47,5 +47,5 @@ def test_a_state_takes_few_programs(tiny_config, caplog, library_promotion):
     with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
         setup.initialize()
     text = "Finished XLA compilation of "
-    compiled = [m.removeprefix(text).split()[0] for m in caplog.messages if m.startswith(text)]
-    assert set(compiled) == {"jit(draw)", "jit(init_state)"}
+    compiled = [message for message in caplog.messages if message.startswith(text)]
+    assert len(compiled) == 2  # draws the weights; makes the optimizer's state
