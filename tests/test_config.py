@@ -20,24 +20,16 @@ def make_config(**fields):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("seed", -1),
-        ("keep_checkpoints", 1),
+        *(("seed", -1), ("keep_checkpoints", 1), ("num_epochs", 1e300), ("num_steps", 10**12)),
+        *(("model.depth", 0), ("data.crop_fraction", 0.0), ("augment.flip", 2.0)),
+        *(("augment.crop_scale", (0.08, 1.5)), ("augment.mix_group", 3)),
+        *(("augment.rand_augment", "rand-m9-x1"), ("attention_init.filters", b"1")),
         ("cooldown_epochs", 30.0),  # out of 30 epochs
-        ("model.depth", 0),
         ("model.image_size", 64),  # it comes from data.image_size
         ("data.mean", (0.5,)),  # for 3 channels
         ("data.std", (0.0, 0.2, 0.2)),
         # On the scale from 0 to 255.
-        ("data.mean", (123.7, 116.3, 103.5)),
-        ("data.std", (58.4, 57.1, 57.4)),
-        ("num_epochs", 1e300),
-        ("num_steps", 10**12),
-        ("data.crop_fraction", 0.0),
-        ("augment.flip", 2.0),
-        ("augment.crop_scale", (0.08, 1.5)),
-        ("augment.mix_group", 3),
-        ("augment.rand_augment", "rand-m9-x1"),
-        ("attention_init.filters", b"1"),
+        *(("data.mean", (123.7, 116.3, 103.5)), ("data.std", (58.4, 57.1, 57.4))),
     ],
 )
 def test_bad_values_are_refused_by_field_and_value(field, value):

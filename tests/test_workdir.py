@@ -75,21 +75,11 @@ def test_fields_that_may_change_are_listed(capsys):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("seed", 1),
-        ("data.train_split", "test"),
-        ("model.depth", 6),
-        ("start_from", "b.safetensors"),
-        ("batch_size", 256),
-        ("optimizer", "optax:lion"),
-        ("data.name", "cifar10"),
-        ("data.repeats", 3),
-        ("data.drop_remainder", True),
-        ("data.image_size", 32),
-        ("data.channels", 1),
-        ("data.mean", (0.5,) * 3),
-        ("data.std", (0.5,) * 3),
-        ("attention_init.name", "mimetic"),
-        ("attention_init.target_mass", 0.5),
+        *(("seed", 1), ("batch_size", 256), ("optimizer", "optax:lion"), ("model.depth", 6)),
+        *(("data.name", "cifar10"), ("data.train_split", "test"), ("data.image_size", 32)),
+        *(("data.repeats", 3), ("data.drop_remainder", True), ("data.channels", 1)),
+        *(("data.mean", (0.5,) * 3), ("data.std", (0.5,) * 3), ("start_from", "b.safetensors")),
+        *(("attention_init.name", "mimetic"), ("attention_init.target_mass", 0.5)),
     ],
 )
 def test_fields_that_must_not_change_are_refused_by_name(field, value):
