@@ -6,9 +6,12 @@ guarantees that Philox's raw output stays the same across versions, unlike the o
 `Generator`.
 """
 
+import math
+from collections.abc import Callable
+
 import jax
 import numpy as np
-from jaxtyping import ArrayLike, PRNGKeyArray, UInt64
+from jaxtyping import Array, ArrayLike, PRNGKeyArray, UInt64
 
 # Philox counters, one for each kind of draw.
 ORDER = (0, 0, 0, 0)
@@ -41,3 +44,15 @@ def host_bits(
     key = np.array([seed, index], np.uint64)
     counter = np.array(counter, np.uint64)
     return np.random.Philox(key=key, counter=counter).random_raw(count)
+
+
+def draw_flat(
+    draw: Callable[[PRNGKeyArray, tuple[int]], Array], rng: PRNGKeyArray, shape: tuple[int, ...]
+) -> Array:
+    """Returns the same values as `draw(rng, shape)`, but draws along a single axis.
+
+    On CPUs, XLA unrolls loops over short axes together with the many rounds of the random
+    generator. A draw over several axes takes up to 20 times as long to compile, and often longer to
+    run.
+    """
+    return draw(rng, (math.prod(shape),)).reshape(shape)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import set_up
 
-from structinit_jax.attention_init.draws import draw_flat
+from structinit_jax.rngs import draw_flat
 
 HEAVY = {"sklearn", "tensorflow", "tensorflow_datasets"}
 

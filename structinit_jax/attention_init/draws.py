@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from structinit_jax.attention_init.sites import AttentionStack, AttentionWeights
 from structinit_jax.errors import require
+from structinit_jax.rngs import draw_flat
 
 # -- the baselines ---------------------------------------------------------------------------------
 
@@ -226,14 +227,3 @@ def trunc_normal(
 ) -> Array:
     """Draws like timm's `trunc_normal_(std=std)`, which cuts at ±2, not ±2 standard deviations."""
     return std * jax.random.truncated_normal(rng, -2 / std, 2 / std, shape, dtype)
-
-
-def draw_flat(
-    draw: Callable[[PRNGKeyArray, tuple[int]], Array], rng: PRNGKeyArray, shape: tuple[int, ...]
-) -> Array:
-    """Returns the same values as `draw(rng, shape)`, but draws along a single axis.
-
-    On CPUs, XLA unrolls loops over short axes together with the many rounds of the random
-    generator, and takes up to 20 times as long to compile a draw over several axes.
-    """
-    return draw(rng, (math.prod(shape),)).reshape(shape)

@@ -14,6 +14,7 @@ from structinit_jax.attention_init.positions import layer_norm, start_positions
 from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, SolveReport
 from structinit_jax.attention_init.solve import report_on_maps
 from structinit_jax.attention_init.targets import filter_kernels, kernel_maps
+from structinit_jax.rngs import draw_flat
 
 PseudoInput = Literal["positions", "uniform", "gaussian", "positions+uniform", "positions+gaussian"]
 PSEUDO_INPUT_EPSILON = 1e-5  # PyTorch's default for LayerNorm; the models themselves use 1e-6
@@ -104,7 +105,8 @@ def _solve_2024(rng, pseudo_input, targets, *, head_dim, **options):
     heads = len(targets)
     width = pseudo_input.shape[1]
     bound = (head_dim * heads) ** -0.5
-    start = jax.random.uniform(rng, (2, heads, width, head_dim), minval=-bound, maxval=bound)
+    draw = functools.partial(jax.random.uniform, minval=-bound, maxval=bound)
+    start = draw_flat(draw, rng, (2, heads, width, head_dim))
     return optimize_2024(tuple(start), pseudo_input, targets, **options)
 
 

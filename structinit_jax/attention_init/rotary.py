@@ -22,6 +22,7 @@ from structinit_jax.attention_init import draws, solve
 from structinit_jax.attention_init.sites import GRID, AttentionWeights, RotarySite, SolveReport
 from structinit_jax.attention_init.targets import FilterArray, assign, filter_kernels, kernel_maps
 from structinit_jax.errors import is_count, require
+from structinit_jax.rngs import draw_flat
 
 START_NORM = 3.0  # Square root of the sum of |c| at the start; most grids need about this value.
 MAX_ROWS = 64  # More rows of a map would only pose the same problem at other places.
@@ -100,7 +101,7 @@ def _draw_weights(rng, coefficients, *, sizes, pairs):
     drawn = draws.base_weights(qk_rng, sizes)
     num_impulse, heads = coefficients.shape[:2]
     size = jnp.sqrt(jnp.linalg.norm(coefficients, axis=2) / sizes.qk_scale)  # |q|, |k| per pair
-    phase = 2 * math.pi * jax.random.uniform(phase_rng, size.shape)
+    phase = 2 * math.pi * draw_flat(jax.random.uniform, phase_rng, size.shape)
     turn = jnp.arctan2(coefficients[:, :, 1], coefficients[:, :, 0])
     # LayerNorm leaves this vector unchanged.
     common = jax.random.permutation(sign_rng, np.repeat(np.float32([-1, 1]), sizes.width // 2))

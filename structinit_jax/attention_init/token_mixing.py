@@ -42,6 +42,7 @@ from structinit_jax.attention_init.sites import (
 )
 from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps, impulse_kernels
 from structinit_jax.errors import require
+from structinit_jax.rngs import draw_flat
 
 CORRELATION = 0.9  # The exact value hardly matters.
 
@@ -114,7 +115,8 @@ def conv_default(rng: PRNGKeyArray, site: ConvSite) -> ConvWeights:
     """Draws uniformly between ±1/f, PyTorch's default for a filter that sees one channel."""
     shape = (site.num_layers, site.kernel_size, site.kernel_size, site.width)
     bound = 1 / site.kernel_size
-    return ConvWeights(jax.random.uniform(rng, shape, minval=-bound, maxval=bound))
+    draw = functools.partial(jax.random.uniform, minval=-bound, maxval=bound)
+    return ConvWeights(draw_flat(draw, rng, shape))
 
 
 def conv_impulse(rng: PRNGKeyArray, site: ConvSite, *, filters: FilterArray | None) -> ConvWeights:
@@ -132,6 +134,7 @@ def conv_impulse_2024(rng: PRNGKeyArray, site: ConvSite, *, taps: int) -> ConvWe
     size = site.kernel_size
     require("taps", taps, f"at most {size**2} for this ConvSite", taps <= size**2)
     filter_rng, _ = jax.random.split(rng)  # `rng` itself would change the filters of a seed
-    uniform = jax.random.uniform(filter_rng, (site.num_layers, site.width, size**2))
+    shape = (site.num_layers, site.width, size**2)
+    uniform = draw_flat(jax.random.uniform, filter_rng, shape)
     filters = jnp.where(jnp.argsort(uniform, axis=-1) < taps, (taps * size) ** -0.5, 0.0)
     return ConvWeights(jnp.moveaxis(filters, 1, -1).reshape(-1, size, size, site.width))

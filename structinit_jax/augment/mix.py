@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, Real
 
 from structinit_jax.augment.rand_augment import apply_where
+from structinit_jax.rngs import draw_flat
 
 NUM_QUANTILES = 4097  # in the table of `beta_quantile`
 ERASED_AREA = (0.02, 1 / 3)  # as a fraction of the image's area
@@ -159,7 +160,7 @@ def random_erasing(
 
     def erase(image, box_rng, fill_rng):
         inside = box_mask(_erasing_box(box_rng, H, W), H, W)[..., None]
-        return jnp.where(inside, jax.random.normal(fill_rng, image.shape, image.dtype), image)
+        return jnp.where(inside, draw_flat(jax.random.normal, fill_rng, image.shape), image)
 
     return apply_where(erase, mask, images, box_rngs, fill_rngs)
 
@@ -169,7 +170,7 @@ def _erasing_box(rng, height, width) -> Box:
 
     The box is empty if none of 10 attempts is smaller than the image in both directions.
     """
-    uniform = jax.random.uniform(rng, (4, ERASING_ATTEMPTS))
+    uniform = draw_flat(jax.random.uniform, rng, (4, ERASING_ATTEMPTS))
     smallest, largest = ERASED_AREA
     low, high = map(math.log, ERASED_RATIO)
     pixels = (smallest + (largest - smallest) * uniform[0]) * (height * width)

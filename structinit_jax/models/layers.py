@@ -16,9 +16,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from structinit_jax.attention_init.draws import draw_flat, trunc_normal
+from structinit_jax.attention_init.draws import trunc_normal
 from structinit_jax.attention_init.sites import check_shape
 from structinit_jax.errors import InputError
+from structinit_jax.rngs import draw_flat
 
 Rng = PRNGKeyArray | None
 
