@@ -11,6 +11,7 @@ torch, timm, torchvision, transformers and scikit-learn.
 import argparse
 import itertools
 import math
+import textwrap
 
 import hits
 import jax
@@ -32,9 +33,10 @@ def is_small(name: str) -> bool:
     """Whether a model is within the limits on its size, found without allocating its weights."""
     with torch.device("meta"):
         model = timm.create_model(name)
-    grid = getattr(model.patch_embed, "grid_size", None)
+    has_grid = hasattr(model.patch_embed, "grid_size")
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return grid is not None and math.prod(grid) <= MAX_TOKENS and parameters <= MAX_PARAMETERS
+    small = parameters <= MAX_PARAMETERS
+    return small and has_grid and math.prod(model.patch_embed.grid_size) <= MAX_TOKENS
 
 
 def check(name: str) -> str:
@@ -43,13 +45,15 @@ def check(name: str) -> str:
     model = timm.create_model(name).eval()
     grid = model.patch_embed.grid_size
     num_tokens = math.prod(grid)
-    given = dict(num_heads=model.blocks[0].attn.num_heads)
+    # The module is the attention layer or, in some models, the block.
+    module = next(module for module in model.modules() if hasattr(module, "num_heads"))
+    given = dict(num_heads=module.num_heads)
     if getattr(model, "rope", None) is not None:
         given["rotations"] = model.rope.get_embed(shape=grid)
     try:
         params = initialize(model.state_dict(), impulse(), jax.random.key(0), **given)
     except InputError as error:
-        return f"refused: {error}"
+        return textwrap.shorten(f"refused: {error}", 120, placeholder=" …")
     model.load_state_dict(params)
     hits.SIZE = model.patch_embed.img_size[0]
     found = []
