@@ -34,9 +34,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 LONG = (  # files that take more than about 20 s
-    *("test_analyse", "test_augment", "test_colab", "test_distributed", "test_documents"),
-    *("test_dry_run", "test_grid", "test_main", "test_models", "test_step", "test_sweep"),
-    "test_train",
+    *("test_absolute", "test_analyse", "test_colab", "test_distributed", "test_documents"),
+    *("test_grid", "test_main", "test_model_programs", "test_models", "test_plugins"),
+    *("test_step", "test_train"),
 )
 
 
