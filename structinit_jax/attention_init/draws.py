@@ -196,10 +196,9 @@ def near_identity(
     """
     width = shape[-1]
     bound = (3 / width) ** 0.5
-    draw = functools.partial(jax.random.uniform, dtype="float32", minval=-bound, maxval=bound)
-    uniform = draw_flat(draw, rng, (*shape, width))
-    eye = jnp.broadcast_to(jnp.eye(width, dtype=jnp.float32), uniform.shape)
-    return noise * uniform + identity * eye
+    drawn = uniform(rng, (*shape, width), jnp.float32, bound=bound)
+    eye = jnp.broadcast_to(jnp.eye(width, dtype=jnp.float32), drawn.shape)
+    return noise * drawn + identity * eye
 
 
 def random_rotations(rng: PRNGKeyArray, shape: tuple[int, ...]) -> Float[Array, "*batch m n"]:
@@ -220,6 +219,14 @@ def map_matrices(function: Callable[[Array], Any], matrices: Float[Array, "*batc
 def permutations(rngs: Array, size: int) -> Int[Array, "n size"]:
     """Returns a permutation of 0 … size - 1 for each key (without vmap, which compiles slower)."""
     return jax.lax.map(lambda rng: jax.random.permutation(rng, size), rngs)
+
+
+def uniform(
+    rng: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike = float, *, bound: float
+) -> Array:
+    """Draws uniformly between ±bound."""
+    draw = functools.partial(jax.random.uniform, dtype=dtype, minval=-bound, maxval=bound)
+    return draw_flat(draw, rng, shape)
 
 
 def trunc_normal(

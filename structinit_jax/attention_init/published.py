@@ -9,12 +9,11 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from structinit_jax.attention_init.draws import mimetic_vo, split_product, trunc_normal
+from structinit_jax.attention_init.draws import mimetic_vo, split_product, trunc_normal, uniform
 from structinit_jax.attention_init.positions import layer_norm, start_positions
 from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, SolveReport
 from structinit_jax.attention_init.solve import report_on_maps
 from structinit_jax.attention_init.targets import filter_kernels, kernel_maps
-from structinit_jax.rngs import draw_flat
 
 PseudoInput = Literal["positions", "uniform", "gaussian", "positions+uniform", "positions+gaussian"]
 PSEUDO_INPUT_EPSILON = 1e-5  # PyTorch's default for LayerNorm; the models themselves use 1e-6
@@ -93,7 +92,7 @@ def draw_pseudo_input(
     if name == "positions":
         return positions
     if name.endswith("uniform"):
-        noise = jax.random.uniform(rng, positions.shape, minval=-1.0, maxval=1.0)
+        noise = uniform(rng, positions.shape, bound=1.0)
     else:
         noise = trunc_normal(rng, positions.shape, std=0.5**0.5)
     return noise + positions if name.startswith("positions+") else noise
@@ -105,8 +104,7 @@ def _solve_2024(rng, pseudo_input, targets, *, head_dim, **options):
     heads = len(targets)
     width = pseudo_input.shape[1]
     bound = (head_dim * heads) ** -0.5
-    draw = functools.partial(jax.random.uniform, minval=-bound, maxval=bound)
-    start = draw_flat(draw, rng, (2, heads, width, head_dim))
+    start = uniform(rng, (2, heads, width, head_dim), bound=bound)
     return optimize_2024(tuple(start), pseudo_input, targets, **options)
 
 

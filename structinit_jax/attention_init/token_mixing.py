@@ -114,9 +114,7 @@ def _factor_maps(rng, maps, bases, hidden):
 def conv_default(rng: PRNGKeyArray, site: ConvSite) -> ConvWeights:
     """Draws uniformly between ±1/f, PyTorch's default for a filter that sees one channel."""
     shape = (site.num_layers, site.kernel_size, site.kernel_size, site.width)
-    bound = 1 / site.kernel_size
-    draw = functools.partial(jax.random.uniform, minval=-bound, maxval=bound)
-    return ConvWeights(draw_flat(draw, rng, shape))
+    return ConvWeights(draws.uniform(rng, shape, bound=1 / site.kernel_size))
 
 
 def conv_impulse(rng: PRNGKeyArray, site: ConvSite, *, filters: FilterArray | None) -> ConvWeights:

@@ -160,7 +160,8 @@ def random_erasing(
 
     def erase(image, box_rng, fill_rng):
         inside = box_mask(_erasing_box(box_rng, H, W), H, W)[..., None]
-        return jnp.where(inside, draw_flat(jax.random.normal, fill_rng, image.shape), image)
+        draw = functools.partial(jax.random.normal, dtype=image.dtype)
+        return jnp.where(inside, draw_flat(draw, fill_rng, image.shape), image)
 
     return apply_where(erase, mask, images, box_rngs, fill_rngs)
 

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from structinit_jax.attention_init.draws import trunc_normal
+from structinit_jax.attention_init import draws
 from structinit_jax.attention_init.sites import check_shape
 from structinit_jax.errors import InputError
 from structinit_jax.rngs import draw_flat
@@ -39,15 +39,14 @@ def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 def truncated_normal(rng, shape, dtype=jnp.float32, out_sharding=None):
     """Initializes like timm's ViT and Swin, with a standard deviation of 0.02."""
-    return draw_flat(functools.partial(trunc_normal, std=0.02, dtype=dtype), rng, shape)
+    return draw_flat(functools.partial(draws.trunc_normal, std=0.02, dtype=dtype), rng, shape)
 
 
 def uniform(bound: float) -> nnx.Initializer:
     """Returns PyTorch's default initializer for weights and biases; `bound` is fan_in^-1/2."""
 
     def init(rng, shape, dtype=jnp.float32, out_sharding=None):
-        draw = functools.partial(jax.random.uniform, dtype=dtype, minval=-bound, maxval=bound)
-        return draw_flat(draw, rng, shape)
+        return draws.uniform(rng, shape, dtype, bound=bound)
 
     return init
 
