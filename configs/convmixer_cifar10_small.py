@@ -26,5 +26,4 @@ def get_config():
     config.model.depth = 6
     config.model.kernel_size = 3
     config.model.patch_size = 4
-    config.model.base_init = "pytorch"
     return config

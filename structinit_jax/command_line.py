@@ -143,7 +143,7 @@ def read_config(overrides: Overrides) -> ConfigDict:
     if FLAGS.config is not None:
         config = config_lib.load_config(FLAGS.config)
     else:
-        workdir = FLAGS.get_flag_value("workdir", None)
+        workdir = FLAGS.workdir
         if not workdir:
             raise InputError("--config or --workdir is required: a config file or a run directory")
         config = config_lib.load_run_config(workdir, bool(FLAGS.trust_workdir))

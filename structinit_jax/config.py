@@ -182,6 +182,13 @@ def validate(config: ConfigDict) -> None:
         needs = "'learned' for the closed form of config.attention_init.name='impulse_2025'"
         positions = config.model.get("positions", "learned")
         require("config.model.positions", positions, needs, positions == "learned")
+    final = config.final_learning_rate
+    needs = f"at most config.learning_rate={config.learning_rate}"
+    require("config.final_learning_rate", final, needs, final <= config.learning_rate)
+    if config.schedule == "timm_cosine" and config.warmup_epochs:
+        needs = "above 0: with config.schedule='timm_cosine', it is the rate of the first epoch"
+        warmup = config.warmup_learning_rate
+        require("config.warmup_learning_rate", warmup, needs, warmup > 0)
     if not config.num_steps:
         needs = f"below config.num_epochs={config.num_epochs}, which includes the cooldown"
         cooldown = config.cooldown_epochs
@@ -277,6 +284,9 @@ def set_field(config: ConfigDict, field: str, text: str) -> None:
         value = _parse(text, old)
         # ConfigDict does not know the types of options that the config has not set.
         if isinstance(old, int | float) and isinstance(value, str):
+            raise TypeError
+        # It would convert True to 1.0.
+        if isinstance(value, bool) and not isinstance(old, bool):
             raise TypeError
         with config.unlocked():
             owner[name] = value

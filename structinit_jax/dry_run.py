@@ -5,7 +5,6 @@ Data sets listed in `data.datasets` do not have to be present.
 
 import os
 import re
-from pathlib import Path
 
 import jax
 from etils import epy
@@ -16,7 +15,7 @@ from structinit_jax import config as config_lib
 from structinit_jax.data.datasets import CATALOG, open_dataset
 from structinit_jax.data.folder import title
 from structinit_jax.data.source import check_classes, split_size
-from structinit_jax.errors import InputError, prefixed, require
+from structinit_jax.errors import InputError, prefixed
 from structinit_jax.training import build, sharding
 from structinit_jax.training.build import mib
 from structinit_jax.training.state import abstract_state, make_initializer
@@ -70,16 +69,13 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     more memory than a device has.
     """
     config_lib.validate(config)
-    if path := config.start_from:
-        needs = "an existing safetensors file"
-        require("config.start_from", path, needs, Path(path).expanduser().is_file())
     scheme = ", ".join(f"{name}={value}" for name, value in config.attention_init.items())
     devices = find_target(target) if target else jax.devices()
     memory = MEMORY.get(devices[0].device_kind) if target else build.memory_limit()
     data = config.data
     with prefixed("config.data: "):
         info = CATALOG.get(data.name) or open_dataset(data.name, data.data_dir or None).info
-    with prefixed("config.model: "):
+    with prefixed("config.model."):
         check_classes(info, config.model.num_classes)
     with prefixed("config.data.train_split: "):
         num_examples = split_size(data.train_split, info)
@@ -111,7 +107,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
         "batch": f"{config.batch_size} global, {config.batch_size // mesh.size} per device, "
         f"{config.batch_size // num_processes} per process",
         "data": f"{title(data.name, data.data_dir)}, {num_examples:,} training examples "
-        f"({data.train_split}), {num_eval_examples:,} test examples ({data.eval_split})",
+        f"({data.train_split}), {num_eval_examples:,} evaluation examples ({data.eval_split})",
         "steps": f"{schedule.num_steps:,} ({epochs:.1f} epochs of {schedule.steps_per_epoch:.1f} "
         f"steps); evaluations: {len(schedule.eval_steps)}",
         "memory per device": f"{total}: {mib(needs.argument_size_in_bytes)} state and batch, "

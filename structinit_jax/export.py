@@ -105,8 +105,7 @@ def export(config: ConfigDict, workdir: str | Path, folder: Path, step: str = "n
     is_run = (folder / "checkpoints").exists()
     require("folder", str(folder), "a folder other than the workdir of a run", not is_run)
     model, state, names = restore_model(config, workdir, jax.local_devices()[:1], step)
-    weights = jax.device_get((state.params, state.model_state))
-    weights = to_timm(nnx.merge(model.graphdef, *weights))
+    weights = to_timm(nnx.merge(model.graphdef, *jax.device_get(state.weights)))
     card["label_names"] = names
     labels = {name: label for label, name in enumerate(names)}
     text = json.dumps(card, indent=2)

@@ -38,7 +38,7 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
     dataset = build.open_data(config)
     source = build.open_split(config, dataset, "train_split")
     build.make_schedule(config, len(source))  # raises `InputError` where training does
-    mesh = make_mesh(devices=jax.devices()[:1])  # A batch of any size fits one device.
+    mesh = make_mesh(devices=jax.local_devices()[:1])  # A batch of any size fits one device.
     batch = next(build.train_batches(config, source, mesh, step - 1, step, in_memory=False))
     augment = jax.jit(make_augmentation(config, mesh))
     rng = jax.jit(step_rngs)(np.uint32(config.seed), step - 1)[0]

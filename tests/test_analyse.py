@@ -47,7 +47,7 @@ def forward(config, images):
     model = build.make_model(config, make_mesh(devices=jax.devices()[:1]))
     weights = initialize_model(config, model, make_initializer(config, model)).weights
     model = nnx.merge(model.graphdef, *weights)
-    images = normalize(jnp.asarray(images), tuple(config.data.mean), tuple(config.data.std))
+    images = normalize(jnp.asarray(images), config.data.mean, config.data.std)
     return jax.jit(lambda model: model(images, with_maps=True)[1])(model)
 
 

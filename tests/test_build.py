@@ -1,5 +1,7 @@
 """The parts of a run built from a config, and the memory of its training step."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +24,33 @@ def test_a_split_that_overlaps_the_training_split_is_noted(tiny_config, capsys):
     tiny_config.data.eval_split = "train[300:400]"
     build.open_splits(tiny_config, build.open_data(tiny_config))
     assert capsys.readouterr().out.startswith("note: training sees 84 examples of the evaluation")
+
+
+def test_a_workdir_is_not_among_the_classes(tiny_config, tmp_path):
+    tiny_config.data.update(name="folder", data_dir=f"{tmp_path}")
+    for workdir in (tmp_path / "cat" / "run", tmp_path / "run"):
+        with pytest.raises(InputError, match=r"^workdir=.* must be outside of .* are classes"):
+            build.require_outside_images(tiny_config, workdir)
+    build.require_outside_images(tiny_config, tmp_path.with_name("run"))
+    build.require_outside_images(tiny_config, "gs://bucket/run")
+    (tmp_path / "val").mkdir()
+    build.require_outside_images(tiny_config, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("fields", "note"),
+    [
+        (dict(batch_size=1000), "a step takes 2.6 epochs"),
+        (dict(warmup_epochs=1.5), "9 of the 12 steps are warm-up"),
+        (dict(warmup_epochs=1.0), ""),
+    ],
+)
+def test_few_steps_are_noted(tiny_config, fields, note, capsys):
+    build.make_schedule(tiny_config, 384)
+    assert not capsys.readouterr().out
+    tiny_config.update(fields)
+    build.make_schedule(tiny_config, 384)
+    assert bool(note) == (f"note: {note}" in capsys.readouterr().out)
 
 
 def test_a_split_without_labels_is_refused_when_it_is_opened(tiny_config):
@@ -52,13 +81,16 @@ def test_an_array_that_flax_does_not_track_is_refused(tiny_config):
         build.make_model(tiny_config, build.make_mesh(tiny_config))
 
 
-def test_a_scheme_is_checked_only_if_it_is_used(tiny_config):
+def test_a_scheme_is_checked_only_if_it_is_used(tiny_config, tmp_path):
     tiny_config.model.positions = "rope"
     tiny_config.attention_init = dict(name="impulse_2024")
     model = build.make_model(tiny_config, build.make_mesh(tiny_config))
     with pytest.raises(InputError, match=r"^config\.attention_init"):
         make_initializer(tiny_config, model)
-    tiny_config.start_from = "model.safetensors"
+    tiny_config.start_from = f"{tmp_path}/model.safetensors"
+    with pytest.raises(InputError, match=r"^config\.start_from=.* must be an existing"):
+        make_initializer(tiny_config, model)
+    Path(tiny_config.start_from).touch()
     assert make_initializer(tiny_config, model) is None
 
 

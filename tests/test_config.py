@@ -25,6 +25,7 @@ def make_config(**fields):
         *(("augment.crop_scale", (0.08, 1.5)), ("augment.mix_group", 3)),
         *(("augment.rand_augment", "rand-m9-x1"), ("attention_init.filters", b"1")),
         ("cooldown_epochs", 30.0),  # out of 30 epochs
+        ("final_learning_rate", 1e-2),  # above the peak
         ("model.image_size", 64),  # it comes from data.image_size
         ("data.mean", (0.5,)),  # for 3 channels
         ("data.std", (0.0, 0.2, 0.2)),
@@ -38,6 +39,12 @@ def test_bad_values_are_refused_by_field_and_value(field, value):
         config_lib.validate(make_config(**{field: value}))
     assert str(caught.value).startswith(".".join(["config", *section]))
     assert f"{name}={value!r} must be " in str(caught.value)
+
+
+def test_the_first_epoch_of_timms_schedule_needs_a_rate():
+    with pytest.raises(InputError, match=r"^config\.warmup_learning_rate=0\.0 must be above 0"):
+        config_lib.validate(make_config(schedule="timm_cosine"))
+    config_lib.validate(make_config(schedule="timm_cosine", warmup_epochs=0.0))
 
 
 def test_a_mixer_starts_from_its_default_weights():
@@ -154,6 +161,7 @@ def test_fields_are_set_from_text(path, text, value):
         ("data.drop_remainder", "maybe", "bool"),
         ("attention_init.kernel", "5", "'attention_init.kernel_size'"),
         ("attention_init.target_mass", "abc", "float"),
+        ("augment.flip", "True", "float"),
     ],
 )
 def test_other_text_and_fields_are_refused(path, text, word):

@@ -19,7 +19,7 @@ def test_sizes_and_costs_are_printed_without_data_and_memory(tiny_config, capsys
     dry_run(tiny_config)
     assert len(jax.live_arrays()) <= live + 20  # a few keys and constants, no state
     out = capsys.readouterr().out
-    counts = "384 training examples (train[:384]), 50,000 test examples (validation)"
+    counts = "384 training examples (train[:384]), 50,000 evaluation examples (validation)"
     steps = "12 (2.0 epochs of 6.0 steps); "
     for text in ("head/kernel", "64 global", "name=impulse", "memory per device", counts, steps):
         assert text in out
@@ -30,7 +30,6 @@ def test_mistakes_are_found_without_data(tiny_config):
         (tiny_config.attention_init, "target_mass", 7.0),
         (tiny_config.data, "train_split", "trian"),
         (tiny_config.model, "num_classes", 3),
-        (tiny_config, "start_from", "gone.safetensors"),
         (tiny_config, "label_smoothing", 1.0),
     ):
         section[field] = value

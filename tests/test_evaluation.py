@@ -12,7 +12,7 @@ from tfds_sets import write_small_set
 from structinit_jax.augment import normalize
 from structinit_jax.data import datasets
 from structinit_jax.data.datasets import open_dataset
-from structinit_jax.data.images import CenterCrop, StoredImage
+from structinit_jax.data.images import BadImageError, CenterCrop, StoredImage
 from structinit_jax.errors import InputError
 from structinit_jax.training import checkpoint, evaluation, sharding
 from structinit_jax.training.evaluation import Evaluation, write_by_class
@@ -64,6 +64,15 @@ def test_data_with_other_classes_are_refused(tiny_config, finished_run, monkeypa
     other = dataclasses.replace(dataset, class_names=names)
     monkeypatch.setattr(datasets, "open_dataset", lambda *_: other)
     with pytest.raises(InputError, match=r"\n  '0' -> '1'\n  '1' -> '0'$"):
+        evaluation.evaluate_checkpoint(tiny_config, finished_run.workdir)
+
+
+def test_a_bad_image_names_the_field_that_leaves_it_out(tiny_config, finished_run, monkeypatch):
+    def fail(*_):
+        raise BadImageError("cat.jpg: cannot be decoded")
+
+    monkeypatch.setattr(evaluation, "make_evaluator", fail)
+    with pytest.raises(InputError, match=r"^cat\.jpg: .* --config\.data\.on_bad_image=skip"):
         evaluation.evaluate_checkpoint(tiny_config, finished_run.workdir)
 
 

@@ -66,9 +66,13 @@ def test_slices_hold_some_of_every_class_and_partition_the_split(root, tmp_path_
     [
         (lambda root: root.rename(root.with_name("gone")), "there is no such folder"),
         (lambda root: (root / "val" / "cat" / "loop").symlink_to(".."), "loop.* cannot be read"),
+        (lambda root: (root / "val" / "dog").symlink_to("/gone"), r"dog cannot be .*broken link"),
         (lambda root: (root / "val" / "cat").rename(root / "val" / "cats"), r"have: \['cats'\]"),
         (lambda root: [p.unlink() for p in (root / "train" / "cat").iterdir()], "train/cat has"),
-        (lambda root: [(root / "train" / n).rename(root / n) for n in CLASSES], "no class"),
+        (
+            lambda root: [(root / "train" / n).rename(root / n) for n in CLASSES],
+            "in train/, val/",
+        ),
     ],
 )
 def test_broken_folders_are_refused_by_name(root, change, reason):
@@ -93,14 +97,15 @@ def test_only_images_are_read(root):
         (cat / name).touch()
     (cat / "link.png").symlink_to(cat / "0.bmp")
     (root / "test").mkdir()
-    (root / "validation").mkdir()
+    (root / "valid").mkdir()
     write_image(root / "val" / "0.png", 50)
     dataset = open_dataset("folder", root)
     assert dataset.class_names == sorted(CLASSES)
     assert len(dataset.split("train")) == 32
     assert len(dataset.split("val")) == 6
     left_out = {kind: count for kind, count in dataset.left_out.items() if count}
-    assert left_out == {"hidden": 5, ".heic": 1, "images outside of class folders": 1}
+    outside = {"images outside of class folders": 1, "folder valid/": 1}
+    assert left_out == {"hidden": 5, ".heic": 1} | outside
     with pytest.raises(InputError):  # has no classes, an error only if it is used
         dataset.split("test")
 
@@ -139,10 +144,11 @@ def test_a_folder_of_classes_is_the_split_train(root, tmp_path_factory):
     first, rest = dataset.split("train[:90%]"), dataset.split("train[90%:]")
     assert values(first) + values(rest) == values(dataset.split("train"))
     assert dataset.split("train").labels().tolist() == whole.labels().tolist()
-    (root / "val").rename(root / "test")  # the only split that is left
-    assert open_dataset("folder", root).info == DatasetInfo(3, 3, {"test": 6})
+    for name in ("validation", "test"):
+        next(root.glob("[vt]*")).rename(root / name)  # the only split that is left
+        assert open_dataset("folder", root).info == DatasetInfo(3, 3, {name: 6})
     # Splits under other names are not taken for classes.
-    for name in ("training", "validation"):
+    for name in ("training", "valid"):
         shutil.copytree(flat, flat.parent / "other" / name)
     with pytest.raises(InputError, match="no class folders with images"):
         open_dataset("folder", flat.parent / "other")

@@ -87,6 +87,8 @@ def test_variants_have_timms_parameter_counts(name):
         (dict(name="vit", num_heads=3), "^num_heads=3 .* width=16"),
         (dict(name="vit", num_heads=8, positions="rope"), "^head_dim=2 .* of 4 .* number of heads"),
         (dict(name="swin", depths=(2,)), r"^num_heads=\[2, 4\] .* depths=\(2,\)"),
+        (dict(name="swin", depths=(), num_heads=()), r"^num_heads=\(\) must be .*or more stages"),
+        (dict(name="vit", mlp_ratio=0.05), "^hidden units of an MLP=0 must be 1 or more"),
         (dict(name="swin", image_size=3, patch_size=4), "^image_size=3 .* patch_size=4"),
     ],
 )

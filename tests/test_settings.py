@@ -76,7 +76,7 @@ def test_mistaken_axes_are_refused(tiny_config, axis):
 
 def test_weights_that_replace_the_schemes_leave_nothing_to_compare(tiny_config):
     tiny_config.start_from = "model.safetensors"
-    assert list(settings.expand(tiny_config.lock(), ["impulse"], {})) == ["impulse"]
+    assert list(settings.expand(tiny_config.lock(), ["impulse"], {})) == ["selected_weights"]
     for schemes, axes in (
         (["impulse", "default"], {}),
         (["impulse"], {"attention_init.dilation": "2"}),
@@ -128,10 +128,10 @@ def test_tables_need_a_clone(tmp_path, monkeypatch):
 def test_a_setting_that_cannot_be_trained_is_refused_before_the_first_run(tiny_config):
     tiny_config.loss = "hinge"
     with pytest.raises(InputError, match=r"^setting x: config\.loss="):
-        grid.describe_setting("x", tiny_config)
+        grid.describe_setting("x", tiny_config, {})
     tiny_config.model.num_heads = 3
     with pytest.raises(InputError, match=r"^setting x: .*num_heads"):
-        grid.describe_setting("x", tiny_config)
+        grid.describe_setting("x", tiny_config, {})
     tiny_config.attention_init = dict(name="impulse_2025")
     with pytest.raises(InputError, match=r"^setting x: config\.model\.positions='sincos'"):
-        grid.describe_setting("x", tiny_config)
+        grid.describe_setting("x", tiny_config, {})

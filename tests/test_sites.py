@@ -15,12 +15,15 @@ def test_head_dimensions_that_rotary_angles_cannot_have_are_refused(head_dim):
         inspect.unwrap(si.rotary_angles)((4, 4), head_dim)
 
 
-def test_sites_of_the_users_own_take_weights_of_their_own():
-    check_weights((1.0,), object())
-    with pytest.raises(InputError, match=r"^weights\.position_scale"):
-        check_weights(si.AttentionWeights(position_scale=2.0), object())
-    relative = type("RelativeSite", (si.AttentionSite,), {})((2, 3), 8, 2, 4, 1, 0.5)
-    check_weights(si.AttentionWeights(bias=np.zeros((1, 15, 2))), relative)
+def test_weights_that_a_site_cannot_use_are_refused():
+    fixed = si.AttentionSite((2, 3), 8, 2, 4, 1, 0.5)
+    for field in ("positions", "position_scale", "bias"):
+        with pytest.raises(InputError, match=rf"^weights\.{field}=.*None"):
+            check_weights(si.AttentionWeights(**{field: np.zeros(())}), fixed)
+    window = si.WindowSite((2, 3), 8, 2, 4, 1, 0.5)
+    check_weights(si.AttentionWeights(bias=np.zeros((1, 15, 2))), window)
+    with pytest.raises(InputError, match="returned tuple for WindowSite"):
+        check_weights((1.0,), window)
 
 
 @pytest.mark.parametrize("scheme", [si.impulse, "impulse"])

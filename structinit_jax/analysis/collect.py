@@ -49,6 +49,7 @@ class Snapshot(NamedTuple):
     layers: list[Layer]  # first to last
 
 
+@build.explain_errors()
 def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
     """Reads training images without augmentation, cropped as for evaluation.
 
@@ -79,12 +80,11 @@ def observe_run(
 ) -> list[Snapshot]:
     """Observes a run before and after training.
 
-    `model` and `state` are on one device, from `evaluate.restore_model`.
+    `model` and `state` are on one device, as `evaluation.restore_model` returns them.
     """
     initial, targets = _initialize(config, model)
-    trained = (state.params, state.model_state)
     name = _start_name(config)
-    weights = {f"{name}, step 0": initial, f"{name}, step {int(state.step):,}": trained}
+    weights = {f"{name}, step 0": initial, f"{name}, step {int(state.step):,}": state.weights}
     return observe(config, model, targets, weights, images)
 
 
@@ -163,7 +163,7 @@ def _observe_batch(config, graphdef, targets, weights, images):
     data = config.data
     sites = model.sites()
     with_attention = not any(isinstance(site, ConvSite) for site in sites.values())
-    images = normalize(images, tuple(data.mean), tuple(data.std))
+    images = normalize(images, data.mean, data.std)
     out = model(images, with_maps=with_attention)[1]
     if not with_attention:  # A ConvMixer's layers are measured at their inputs.
         inputs = jnp.concatenate([out["stem"][None], out["blocks"]["output"][:-1]])

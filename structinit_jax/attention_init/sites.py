@@ -285,17 +285,10 @@ def draw_stacks(scheme: AttentionInit, sites: Sequence[Site], rng: jax.Array) ->
     return weights
 
 
-def check_weights(weights: Any, site: Any) -> None:
+def check_weights(weights: Any, site: Site) -> None:
     """Raises `InputError` unless a scheme returned weights that its site can use."""
-    match site:
-        case TokenMixingSite():
-            expected = TokenMixingWeights
-        case ConvSite():
-            expected = ConvWeights
-        case AttentionStack():
-            expected = AttentionWeights
-        case _:  # a user-defined site
-            expected = object
+    others = {TokenMixingSite: TokenMixingWeights, ConvSite: ConvWeights}
+    expected = others.get(type(site), AttentionWeights)
     kind = type(site).__name__
     if not isinstance(weights, expected):
         raise InputError(
@@ -305,7 +298,7 @@ def check_weights(weights: Any, site: Any) -> None:
     if not isinstance(weights, AttentionWeights):
         return
     trainable = getattr(site, "positions_trainable", False)
-    has_table = type(site) not in (AttentionSite, RotarySite)  # a user's own site can have one
+    has_table = isinstance(site, WindowSite)
     settable = {"positions": trainable, "position_scale": trainable, "bias": has_table}
     for field, is_settable in settable.items():
         value = getattr(weights, field)

@@ -205,8 +205,10 @@ def loss_rows(has_target: Bool[Array, " N"], most: int) -> Int[Array, " n"]:
 
 def require_above_uniform(target_mass: float, targets: Float[np.ndarray, "F N N"]) -> None:
     """Raises `InputError` unless `target_mass` exceeds that of uniform attention on each target."""
+    tokens = targets.shape[-1]
+    require("tokens", tokens, "2 or more: use smaller patches, or another scheme", tokens > 1)
     rows = (targets.max(axis=-1) > 0).sum(axis=-1)
-    uniform = (np.minimum(targets, 1 / targets.shape[-1]).sum(axis=(1, 2)) / rows).max()
+    uniform = (np.minimum(targets, 1 / tokens).sum(axis=(1, 2)) / rows).max()
     needs = (
         f"above {uniform:.3g}, the mass of uniform attention on these targets, which is lower on a "
         "larger grid and for filters with fewer taps"

@@ -14,7 +14,8 @@ import jax
 import optax
 from ml_collections import ConfigDict
 
-from structinit_jax import __version__, command_line, files
+from structinit_jax import __version__, files
+from structinit_jax import config as config_lib
 from structinit_jax.compare import report
 from structinit_jax.compare.settings import find_baselines
 from structinit_jax.data.source import digest
@@ -50,7 +51,10 @@ def run_grid(
         runs that its `compare.json` does not list.
       StoppedError: A signal stopped the runs, or the disk is full.
     """
-    command_line.use_compilation_cache()  # so that runs share compiled programs
+    for name, config in settings.items():
+        with prefixed(f"setting {name}: "):
+            config_lib.validate(config)
+            build.require_outside_images(config, workdir)
     workdir = workdir_lib.prepare_workdir(workdir)
     needs = "the directory of a comparison, not that of a run"
     require("workdir", str(workdir), needs, not (workdir / "config.json").exists())
@@ -59,9 +63,10 @@ def run_grid(
         for name, baseline in find_baselines(settings).items()
     }
     new = {}
+    splits = {}
     for name, config in settings.items():
         row = {column: rows[name][column] for column in ("baseline", "published", "note")}
-        new[name] = describe_setting(name, config) | row | {"seeds": list(seeds)}
+        new[name] = describe_setting(name, config, splits) | row | {"seeds": list(seeds)}
     with files.report_full_disk(workdir):
         with workdir_lib.lock_workdir(workdir):
             info = _merge(workdir, new, settings)
@@ -76,21 +81,31 @@ def run_grid(
             report.write_report(workdir)
 
 
-def describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
-    """Checks a setting without training, and returns the facts that the report needs."""
+def describe_setting(
+    name: str, config: ConfigDict, splits: dict[str, tuple[int, dict[str, str]]]
+) -> dict[str, Any]:
+    """Checks a setting without training, and returns the facts that the report needs.
+
+    `splits` holds, by `config.data` as JSON, the training examples and the digests of the splits
+    that other settings have opened; those of this setting are added.
+    """
     data = config.data
     with prefixed(f"setting {name}: "):
         dataset = build.open_data(config)
-        train_source, eval_source = build.open_splits(config, dataset)
-        schedule = build.make_schedule(config, len(train_source))
+        key = data.to_json()
+        if key not in splits:
+            train_source, eval_source = build.open_splits(config, dataset)
+            digests = {
+                f"{data.name} {data.train_split}": digest(train_source, dataset.class_names),
+                f"{data.name} {data.eval_split}": digest(eval_source, dataset.class_names),
+            }
+            splits[key] = len(train_source), digests
+        num_examples, digests = splits[key]
+        schedule = build.make_schedule(config, num_examples)
         model = build.make_model(config, build.make_mesh(config))
         make_initializer(config, model)  # checks that the scheme fits
         optimizer = build.make_optimizer(config, schedule.learning_rate, model)
         make_train_step(config, model, optimizer, schedule.learning_rate)
-        digests = {
-            f"{data.name} {data.train_split}": digest(train_source, dataset.class_names),
-            f"{data.name} {data.eval_split}": digest(eval_source, dataset.class_names),
-        }
     return {
         "config": json.loads(config.to_json()),
         "data": digests,

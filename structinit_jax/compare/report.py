@@ -99,7 +99,7 @@ def _metric(runs: Runs) -> str:
 
 
 def _accuracies(runs: Iterable[SeedRun]) -> dict[int, float]:
-    """Returns the test accuracies of the runs that are done, by seed."""
+    """Returns the accuracies of the runs that are done, by seed."""
     return {run.seed: run.accuracy for run in runs if run.status == "done"}
 
 

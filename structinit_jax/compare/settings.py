@@ -49,7 +49,8 @@ def expand(
             for field, text in zip(own, texts, strict=True):
                 config_lib.set_field(point, field, text)
             # The name uses the parsed values, so 1e-3 and 0.001 give the same name.
-            parts = [scheme, *(f"{field}={attrgetter(field)(point)}" for field in own)]
+            method = "selected_weights" if point.start_from else scheme
+            parts = [method, *(f"{field}={attrgetter(field)(point)}" for field in own)]
             name = ",".join(re.sub(r"[^\w.=+-]", "_", part.replace(" ", "")) for part in parts)
             fits = len(name.encode()) <= MAX_NAME
             require("--grid", list(own), "fewer fields or shorter values", fits)

@@ -1,5 +1,6 @@
 """Image folders."""
 
+import errno
 import hashlib
 import os
 from collections import Counter
@@ -8,7 +9,7 @@ from pathlib import Path
 from structinit_jax.data.source import Dataset, DatasetInfo, Folder
 from structinit_jax.errors import InputError
 
-SPLITS = ("train", "val", "test")
+SPLITS = ("train", "val", "validation", "test")
 SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".avif"),
     *(".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"),
@@ -47,13 +48,19 @@ def title(name: str, root: Folder) -> str:
     return os.path.basename(os.path.abspath(root or "")) if name == "folder" else name
 
 
-def open_folder(root: Folder) -> Dataset:
-    """Opens an image folder `root/{train,val,test}/class/**/*.jpg`, like torchvision's ImageFolder.
+def split_folders(root: Path) -> dict[str, Path]:
+    """Returns the folder of each split; without split folders, `root` itself is 'train'."""
+    folders = {split: root / split for split in SPLITS if (root / split).is_dir()}
+    return folders or {"train": root}
 
-    One of the three splits is enough; the first one present must have all classes, which are
-    numbered in sorted order. Without these splits, the images `root/class/*.jpg` are the split
-    `train`. Files are ordered by a checksum of their path below the split, so `train[:10%]` mixes
-    the classes and is the same on every machine.
+
+def open_folder(root: Folder) -> Dataset:
+    """Opens an image folder `root/SPLIT/class/**/*.jpg`, like torchvision's ImageFolder.
+
+    The splits are `train`, `val` or `validation`, and `test`. One is enough; the first one present
+    must have all classes, which are numbered in sorted order. Without these folders, the images
+    `root/class/*.jpg` are the split `train`. Files are ordered by a checksum of their path below
+    the split, so `train[:10%]` mixes the classes and is the same on every machine.
 
     Raises:
       InputError: The folder does not exist or contains no images. Opening a split also raises it if
@@ -67,16 +74,19 @@ def open_folder(root: Folder) -> Dataset:
     if not root or not folder.is_dir():
         raise problem(f"there is no such folder (working directory: {Path.cwd()})")
     left_out = Counter()
-    folders = {split: folder / split for split in SPLITS if (folder / split).is_dir()}
-    deep = bool(folders)
-    folders = folders or {"train": folder}
+    folders = split_folders(folder)
+    deep = folder not in folders.values()
     try:
+        if deep:
+            others, _ = _list(folder, Counter())
+            left_out.update(f"folder {o.name}/" for o in others if o.name not in folders)
         found = {split: _find_classes(path, left_out, deep) for split, path in folders.items()}
-    except OSError as error:  # no permission, or a cycle of links
+    except OSError as error:  # no permission, a broken link, or a cycle of links
         raise problem(f"{error.filename} cannot be read ({error.strerror})") from error
     first = next(iter(found))
     if not found[first] or not any(any(classes.values()) for classes in found.values()):
-        raise problem("it has no class folders with images")
+        places = ", ".join(f"{split}/" for split in folders) if deep else "it"
+        raise problem(f"there are no class folders with images in {places}")
 
     def open_split(split):
         # Checked here, so that an unused split can have other classes.
@@ -124,6 +134,8 @@ def _list(folder, left_out):
             folders.append(entry)
         elif entry.name.lower().endswith(SUFFIXES):
             images.append(entry.path)
+        elif not os.path.exists(entry.path):
+            raise FileNotFoundError(errno.ENOENT, "broken link", entry.path)
         else:
             left_out[os.path.splitext(entry.name)[1].lower() or "without a suffix"] += 1
     return folders, images

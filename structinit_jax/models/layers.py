@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init import draws
 from structinit_jax.attention_init.sites import check_shape
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, require
 from structinit_jax.rngs import draw_flat
 
 Rng = PRNGKeyArray | None
@@ -183,6 +183,8 @@ class Mlp(nnx.Module):
     """Two linear layers with a GELU between them."""
 
     def __init__(self, width: int, hidden: int, *, init: LinearInit, dtype, rngs: nnx.Rngs):
+        needs = "1 or more: raise the ratio that sets it"
+        require("hidden units of an MLP", hidden, needs, hidden > 0)
         options = dict(dtype=dtype, rngs=rngs, dot_general=dot_general)
         self.fc1 = nnx.Linear(width, hidden, **init(width), **options)
         self.fc2 = nnx.Linear(hidden, width, **init(hidden), **options)

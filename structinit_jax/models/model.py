@@ -7,6 +7,7 @@ leading layer axis.
 
 from __future__ import annotations  # so that signatures show the names of checked types
 
+import functools
 import inspect
 import operator
 from collections.abc import Mapping, Sequence
@@ -109,11 +110,12 @@ class Model(nnx.Module):
         return fields
 
     def sites(self) -> dict[str, Site]:
-        """Returns a site for each stack that a scheme initializes, keyed by the stack's attribute.
+        """Returns a site for each stack that a scheme initializes.
 
-        The stack has a `set_weights` method that takes what a scheme returns for the site. Trained
-        positions are in the model's `positions`, class token first. A scheme can also set the bias
-        of the model's `patch_embedding`.
+        The key is the path of the stack, such as 'blocks' or 'stage1/blocks'. The stack has a
+        `set_weights` method that takes what a scheme returns for the site. Trained positions are in
+        the model's `positions`, class token first. A scheme can also set the bias of the model's
+        `patch_embedding`.
         """
         return {}
 
@@ -161,7 +163,7 @@ class Model(nnx.Module):
                 self._set_positions(sites[name], of_stack)
                 if of_stack.patch_bias is not None:
                     set_weight(self.patch_embedding.bias, "patch_bias", of_stack.patch_bias)
-            getattr(self, name).set_weights(of_stack)
+            functools.reduce(getattr, name.split("/"), self).set_weights(of_stack)
         return weights
 
     def _set_positions(self, site: Site, weights: AttentionWeights) -> None:

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from structinit_jax.attention_init import AttentionInit, AttentionWeights, WindowSite
+from structinit_jax.attention_init import AttentionInit, WindowSite
 from structinit_jax.errors import Fraction, PositiveFloat, PositiveInt, checked, require
 from structinit_jax.models import layers
 from structinit_jax.models.layers import BASE_INITS, BaseInit, Rng
@@ -84,8 +84,8 @@ class SwinTransformer(Model):
         attention_init: AttentionInit | None = None,
         rngs: nnx.Rngs,
     ):
-        needs = f"one number per stage, like depths={depths}"
-        require("num_heads", num_heads, needs, len(num_heads) == len(depths))
+        needs = f"one number for each of one or more stages, like depths={depths}"
+        require("num_heads", num_heads, needs, 0 < len(num_heads) == len(depths))
         self.patch_size = patch_size
         self.grid = tuple(side // patch_size for side in image_sides(image_size))
         needs = f"at least patch_size={patch_size}"
@@ -128,7 +128,7 @@ class SwinTransformer(Model):
     def sites(self) -> dict[str, WindowSite]:
         """See `Model.sites`."""
         return {
-            f"stage{i + 1}": WindowSite(
+            f"stage{i + 1}/blocks": WindowSite(
                 grid=stage.window, base_init=self.base_init, **stage.blocks.sizes()
             )
             for i, stage in enumerate(self.stages)
@@ -187,10 +187,6 @@ class SwinStage(nnx.Module):
         self.blocks = make_stack(
             SwinBlock, depth, window=self.window, width=width, **options, **block_options
         )
-
-    def set_weights(self, weights: AttentionWeights) -> None:
-        """Writes the weights that a scheme returns into the blocks."""
-        self.blocks.set_weights(weights)
 
     def __call__(
         self, x: Float[Array, "B rows cols D"], **run_options

@@ -7,19 +7,23 @@ are inconsistent with each other, the data or the devices.
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import jax
 import numpy as np
 import optax
+from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax.data import datasets
+from structinit_jax.data.folder import split_folders
 from structinit_jax.data.images import BadImageError, CenterCrop, RandomCrop
 from structinit_jax.data.loader import Batch, bytes_on_device, make_loader
 from structinit_jax.data.source import Dataset, ImageSource, check_classes, count_common
 from structinit_jax.errors import InputError, find, prefixed, require
+from structinit_jax.files import is_url
 from structinit_jax.models import create_model
 from structinit_jax.models.model import make_rngs
 from structinit_jax.training import optimizer as optimizer_lib
@@ -33,13 +37,23 @@ SEED = jax.ShapeDtypeStruct((), np.uint32)  # the last argument of the training 
 # -- data ------------------------------------------------------------------------------------------
 
 
+def require_outside_images(config: ConfigDict, workdir: epath.PathLike) -> None:
+    """Raises `InputError` if an image folder would take a workdir for one of its classes."""
+    if config.data.name == "folder" and not is_url(workdir):
+        root = Path(config.data.data_dir).expanduser().resolve()
+        parents = Path(workdir).expanduser().resolve().parents
+        inside = [str(folder) for folder in split_folders(root).values() if folder in parents]
+        needs = f"outside of {', '.join(inside)}, whose subfolders are classes"
+        require("workdir", str(workdir), needs, not inside)
+
+
 def open_data(config: ConfigDict) -> Dataset:
     """Checks a config and opens its data set, which must have as many classes as the model."""
     config_lib.validate(config)
     data = config.data
     with prefixed("config.data: "):
         dataset = datasets.open_dataset(data.name, data.data_dir or None, data.channels)
-    with prefixed("config.model: "):
+    with prefixed("config.model."):
         check_classes(dataset.info, config.model.num_classes)
     return dataset
 
@@ -124,14 +138,28 @@ def make_mesh(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -
 
 
 def make_schedule(config: ConfigDict, num_examples: int) -> Schedule:
-    """Converts the epochs of a config to steps, for a training split of `num_examples`."""
+    """Converts the epochs of a config to steps, for a training split of `num_examples`.
+
+    Prints a note if a batch is larger than the split, or if most of the run is warm-up.
+    """
     batch_size = config.batch_size
     if config.data.drop_remainder:
         needs = f"at most {num_examples} (one epoch) with config.data.drop_remainder=True"
         require("config.batch_size", batch_size, needs, batch_size <= num_examples)
         num_examples -= num_examples % batch_size
+    elif batch_size > num_examples:
+        print(
+            f"note: a step takes {batch_size / num_examples:.1f} epochs: the training split has "
+            f"only {num_examples:,} examples; lower config.batch_size={batch_size}"
+        )
     steps_per_epoch = num_examples / batch_size
     num_steps = config.num_steps or max(1, round(config.num_epochs * steps_per_epoch))
+    warmup_steps = round(config.warmup_epochs * steps_per_epoch)
+    if warmup_steps > num_steps / 2:
+        print(
+            f"note: {min(warmup_steps, num_steps):,} of the {num_steps:,} steps are warm-up: lower "
+            f"config.warmup_epochs={config.warmup_epochs}"
+        )
     # At most one evaluation per step.
     interval = max(1.0, config.eval_every_epochs * steps_per_epoch)
     evaluations = range(1, int(num_steps / interval) + 1)
@@ -266,8 +294,7 @@ def explain_errors() -> Iterator[None]:
     except BadImageError as error:
         raise InputError(
             f"{error}. Replace the image, or leave such images out with "
-            "--config.data.on_bad_image=skip; if the run has a checkpoint, start a new one in "
-            "another workdir"
+            "--config.data.on_bad_image=skip, which a run can only use from its start"
         ) from error
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):

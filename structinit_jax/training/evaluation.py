@@ -78,7 +78,7 @@ def make_evaluator(
 
 
 def make_eval_step(
-    model: AbstractModel, mean: Sequence[float], std: Sequence[float]
+    model: AbstractModel, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> Callable[[dict, dict, Batch], dict[str, Any]]:
     """Builds the evaluation step, `(params, model_state, batch) -> results`.
 
@@ -87,7 +87,7 @@ def make_eval_step(
     """
 
     def eval_step(params: dict, model_state: dict, batch: Batch) -> dict[str, Any]:
-        images = normalize(batch["image"], tuple(mean), tuple(std))
+        images = normalize(batch["image"], mean, std)
         params = sharding.gather_outside_stacks(params, model.mesh, model.stacks)
         logits, _ = nnx.merge(model.graphdef, params, model_state)(images)
         return {
@@ -155,9 +155,10 @@ def restore_model(
         averages = {"params": model.params, "model_state": model.model_state}
         abstract_state = TrainState(count, None, None, opt_state=None, ema=averages)
     state = checkpoint.restore(directory, number, abstract_state)
-    return model, TrainState(state.step, *state.weights, opt_state=None), run["class_names"]
+    return model, state, run["class_names"]
 
 
+@build.explain_errors()
 def evaluate_checkpoint(
     config: ConfigDict, workdir: str | Path, step: str = "newest", out: Path | None = None
 ) -> dict[str, float]:
@@ -206,11 +207,11 @@ class Classifier:
         devices = jax.local_devices()[:1]
         model, state, self.class_names = restore_model(config, workdir, devices, step)
         self._mesh = model.mesh
-        self._weights = state.params, state.model_state
+        self._weights = state.weights
 
         @jax.jit
         def logits(weights, images):
-            images = normalize(images, tuple(config.data.mean), tuple(config.data.std))
+            images = normalize(images, config.data.mean, config.data.std)
             network = nnx.merge(model.graphdef, *weights)
             return network(images)[0]
 

@@ -42,7 +42,7 @@ def cosine(
         peak_value=learning_rate,
         warmup_steps=warmup_steps,
         decay_steps=cosine_end,
-        end_value=min(final_learning_rate, learning_rate),
+        end_value=final_learning_rate,
     )
 
 
@@ -61,7 +61,7 @@ def timm_cosine(
     """The schedule of timm's train.py, which changes the learning rate once per epoch.
 
     During the warm-up, the learning rate is linear in the epoch (counted from 0), so the whole
-    first epoch runs at `warmup_learning_rate`, which should not be 0. After that, it follows a
+    first epoch runs at `warmup_learning_rate`, which must not be 0. After that, it follows a
     cosine that began at epoch 0, not at the end of the warm-up, and reaches `final_learning_rate`
     when the `cooldown_epochs` begin. A step that straddles two epochs belongs to the epoch of its
     first example.

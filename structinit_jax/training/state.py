@@ -121,11 +121,13 @@ class InitialModel(NamedTuple):
 def make_initializer(config: ConfigDict, model: AbstractModel) -> jax.stages.Traced | None:
     """Traces the program that draws a model's arrays and replaces those that a scheme sets.
 
-    Raises `InputError` if the scheme of the config does not fit the model. Returns None with
-    `config.start_from`, which replaces the scheme.
+    Returns None with `config.start_from`, which replaces the scheme. Raises `InputError` if the
+    scheme of the config does not fit the model, or if there is no such file.
     """
     scheme = make_attention_init(config)
-    if config.start_from:
+    if path := config.start_from:
+        needs = "an existing safetensors file"
+        require("config.start_from", path, needs, Path(path).expanduser().is_file())
         return None
 
     def draw(seed):

@@ -64,6 +64,7 @@ def train(
 
         # -- Data and workdir ----------------------------------------------------------------------
         dataset = build.open_data(config)
+        build.require_outside_images(config, workdir)
         # Lock the workdir before reading images, which can take a long time.
         workdir = on_exit.enter_context(workdir_lib.open_workdir(workdir))
         train_source, eval_source = build.open_splits(config, dataset)
