@@ -166,7 +166,7 @@ def test_a_run_continues_with_fields_that_may_change(longer_config, workdir, cap
     ("field", "value", "message"),
     [
         ("data.eval_split", "validation", r"^config\.data\.eval_split: split="),
-        ("model.num_classes", 100, r"^config\.model: num_classes=100"),
+        ("model.num_classes", 100, r"^config\.model\.num_classes=100"),
         ("accumulate_steps", 3, r"config\.batch_size=64 must be a multiple of 24"),
         ("attention_init.kernel_size", 9, r"^config\.attention_init: grid=\(4, 4\)"),
         ("optimizer", "test_train:nothing", r"config\.optimizer='test_train:nothing'"),

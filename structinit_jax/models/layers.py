@@ -198,8 +198,10 @@ class Mlp(nnx.Module):
 class StackedBlock(nnx.Module):
     """Base class of blocks to be stacked by `model.make_stack`.
 
-    A trainer can set a stack's `hook` to a function; `model.run_stack` calls it with each block and
-    runs the block that it returns.
+    A trainer can set two functions for a stack that runs on several devices. `model.run_stack`
+    calls `hook` with each block and runs the block that it returns. `on_shards` returns a function
+    of an array [B, ...] that is applied to each device's part of the batch.
     """
 
     hook: Callable[[nnx.Module], nnx.Module] | None = None
+    on_shards: Callable[[Callable[[Array], Array]], Callable[[Array], Array]] | None = None

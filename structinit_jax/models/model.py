@@ -263,7 +263,8 @@ def run_stack(
         # tokens of all blocks a layout that products and attention must transpose. `jax.export`,
         # which evaluation may use, refuses the constraint.
         if rng is not None:
-            x = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+            # XLA does not partition the constraint: it would gather the batch on every device.
+            x = _row_major(x) if blocks.on_shards is None else blocks.on_shards(_row_major)(x)
         return jax.lax.scan(step, x, steps, unroll=True)
 
     steps = jax.tree.map(
@@ -282,6 +283,10 @@ def run_stack(
     if rng is not None:
         nnx.update(blocks, statistics)
     return x, out
+
+
+def _row_major(x):
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def image_sides(image_size: int | Sequence[int]) -> tuple[int, int]:

@@ -79,7 +79,7 @@ def abstract_model(
             needs = "an nnx.Variable or a NumPy array: Flax cannot trace other arrays of a model"
             is_lost = isinstance(value, jax.core.Tracer)
             require(f"{type(node).__name__}.{name}", value, needs, not is_lost)
-    sharding.gather_by_block(model, mesh)
+    sharding.place_stacks(model, mesh)
     stacks = model.stacks()
     graphdef, params, model_state = split_model(model)
     decayed = jax.tree_util.tree_map_with_path(
