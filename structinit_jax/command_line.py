@@ -63,7 +63,7 @@ def run(
         # piece because processes that train together share a terminal.
         text = printable(str(error), keep="\n")
         print(f"error: {text}\n", end="", file=sys.stderr, flush=True)
-        _exit_now(2)
+        _exit_now(error.exit_code)
     except StoppedError as error:
         print(printable(str(error), keep="\n"), file=sys.stderr)
         sys.exit(error.exit_code)

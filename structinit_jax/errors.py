@@ -45,8 +45,17 @@ def printable(text: str, keep: str = "") -> str:
 class InputError(ValueError):
     """A flag, config field, file or argument cannot be used.
 
-    The message names it, its value, what is needed and the fix. Commands print no traceback.
+    The message names it, its value, what is needed and the fix. Commands print it without a
+    traceback and exit with `exit_code`, for launchers that restart a run.
     """
+
+    exit_code = 2  # a restart would end in the same way
+
+
+class InUseError(InputError):
+    """Another process is using a file or folder. A later start may succeed."""
+
+    exit_code = 1
 
 
 @contextlib.contextmanager

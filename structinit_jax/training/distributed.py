@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib.version
 import numpy as np
 from jax.experimental import multihost_utils
 
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, InUseError
 
 LOST_TIMEOUT = 60  # seconds of silence after which a process is considered lost
 
@@ -80,9 +81,19 @@ def check_equal(values: Mapping[str, Any]) -> None:
     for process, name in np.argwhere((gathered != gathered[0]).any(-1)):
         raise InputError(
             f"process {process} has a different {list(values)[name]} than process 0: start all "
-            "processes with the same flags and data, and with one --workdir on a shared disk or in "
-            "object storage"
+            "processes with the same code, packages, flags and data, and with one --workdir on a "
+            "shared disk or in object storage"
         )
+
+
+def check_program(lowered: jax.stages.Lowered) -> None:
+    """Raises `InputError` in all processes unless all have the same traced program and JAX.
+
+    With different code, packages or environments, the copies of the weights would drift apart.
+    """
+    if jax.process_count() > 1:
+        versions = [jax.__version__, jaxlib.version.__version__]
+        check_equal({"version of JAX": versions, "training step": lowered.as_text()})
 
 
 @contextlib.contextmanager
@@ -96,11 +107,13 @@ def shared_errors() -> Iterator[None]:
         yield
     except InputError as own:
         error = own
-    failed = multihost_utils.process_allgather(np.asarray(error is not None)).reshape(-1)
-    if error is not None:
+    code = np.asarray(error.exit_code if error else 0)
+    codes = multihost_utils.process_allgather(code).reshape(-1)
+    if error:
         raise error
-    if failed.any():
-        raise InputError(f"process {failed.argmax()} cannot continue: see its message")
+    if codes.any():
+        kind = InUseError if InUseError.exit_code in codes else InputError
+        raise kind(f"process {codes.argmax()} cannot continue: see its message")
 
 
 class StopRequest:

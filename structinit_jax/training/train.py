@@ -63,17 +63,20 @@ def train(
         on_exit.enter_context(files.report_full_disk(workdir))
 
         # -- Data and workdir ----------------------------------------------------------------------
-        dataset = build.open_data(config)
-        build.require_outside_images(config, workdir)
+        with distributed.shared_errors():
+            dataset = build.open_data(config)
+            build.require_outside_images(config, workdir)
         # Lock the workdir before reading images, which can take a long time.
         workdir = on_exit.enter_context(workdir_lib.open_workdir(workdir))
-        train_source, eval_source = build.open_splits(config, dataset)
+        with distributed.shared_errors():
+            train_source, eval_source = build.open_splits(config, dataset)
 
         # -- Mesh, schedule, model, optimizer and step: checked here, allocated below --------------
         mesh = build.make_mesh(config)
         schedule = build.make_schedule(config, len(train_source))
         model = build.make_model(config, mesh)
-        initializer = state_lib.make_initializer(config, model)
+        with distributed.shared_errors():
+            initializer = state_lib.make_initializer(config, model)
         optimizer = build.make_optimizer(config, schedule.learning_rate, model)
         abstract_state = state_lib.abstract_state(model, optimizer, config.ema_decay > 0)
         step_function = make_train_step(config, model, optimizer, schedule.learning_rate)
@@ -98,6 +101,7 @@ def train(
         # instead of recompiling. XLA compiles in its own thread while state and batches are
         # prepared. JAX traces here, because its context managers are thread-local.
         lowered = train_step.lower(abstract_state, build.abstract_batch(config, mesh), build.SEED)
+        distributed.check_program(lowered)
         compiling = ThreadPoolExecutor(1, "compile").submit(lowered.compile)
 
         # -- State: initialized, or restored from the newest checkpoint ----------------------------

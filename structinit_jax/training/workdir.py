@@ -6,6 +6,7 @@ Which fields of the config may change depends on what a checkpoint is used for: 
 import contextlib
 import fcntl
 import functools
+import hashlib
 import json
 import os
 import socket
@@ -21,7 +22,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax.config import scheme_options
 from structinit_jax.data.source import ImageSource, digest
-from structinit_jax.errors import InputError, require
+from structinit_jax.errors import InputError, InUseError, require
 from structinit_jax.files import is_url, open_path, read_file
 from structinit_jax.training import distributed
 
@@ -87,7 +88,8 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
     """Holds an exclusive lock on the directory within the context.
 
     The operating system releases the lock when the process ends, even after a SIGKILL. Between
-    hosts the lock works only if the network file system supports it.
+    hosts the lock works only if the network file system supports it, which can hold the lock of a
+    lost host for minutes. Raises `InUseError` if another process has the lock.
     """
     # filelock does not record which process holds a lock.
     with (workdir / LOCK).open("a+") as file:
@@ -95,7 +97,7 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            raise InputError(
+            raise InUseError(
                 f"workdir={workdir} is in use by another run ({file.read().strip()}): wait until it"
                 f" ends, stop it, or choose another directory; if its host is lost, delete {LOCK}"
             ) from None
@@ -142,7 +144,11 @@ def check_processes(record: Mapping[str, Any], workdir: epath.Path) -> None:
     """Checks that all processes have the same config, data and workdir."""
     fields = flatten_dict(record["config"], sep=".")
     del fields["data.data_dir"]  # Each host may have its own copy of the data.
-    distributed.check_equal(record | {"config": fields, "workdir": identify(workdir)})
+    own = {"config": fields, "workdir": identify(workdir)}
+    if path := fields.get("start_from"):
+        weights = read_file(Path(path).expanduser())
+        own["file config.start_from"] = hashlib.sha256(weights).hexdigest()
+    distributed.check_equal(record | own)
 
 
 def decides(field: str) -> int:
