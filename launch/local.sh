@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains with several processes on this machine, one for each GPU.
+# Trains with several processes on this machine, one for each GPU, or as one machine of several.
 #
 #   launch/local.sh [options] -- --config=FILE --workdir=DIR [flags of structinit_jax.main]
 #
@@ -8,6 +8,9 @@
 #   --processes=N    number of processes (default: 2)
 #   --cpu_devices=N  use N virtual CPU devices per process instead of GPUs
 #   --port=PORT      port of the coordinator on 127.0.0.1 (default: 8476)
+#   --machines=N     number of machines that run this script together (default: 1)
+#   --machine=I      index of this machine, from 0 (default: 0)
+#   --coordinator=A  address and port of the coordinator on machine 0, such as 10.0.0.1:8476
 #   --dry_run        print the commands without running them
 #   --help           print this text
 #
@@ -20,12 +23,15 @@ cd "$(dirname "$0")/.."
 # shellcheck source=launch/common.sh
 source launch/common.sh
 
-processes=2 cpu_devices='' port=8476
+processes=2 cpu_devices='' port=8476 machines=1 machine=0 coordinator=''
 while (($#)); do
   case $1 in
     --processes=*) processes=$(value_of "$1") ;;
     --cpu_devices=*) cpu_devices=$(value_of "$1") ;;
     --port=*) port=$(value_of "$1") ;;
+    --machines=*) machines=$(value_of "$1") ;;
+    --machine=*) machine=$(value_of "$1") ;;
+    --coordinator=*) coordinator=$(value_of "$1") ;;
     --dry_run) dry_run=true ;;
     --help) show_help; exit ;;
     --) shift; break ;;
@@ -35,8 +41,9 @@ while (($#)); do
 done
 need_flags "$@"
 [[ $processes =~ ^[1-9][0-9]*$ ]] || fail "--processes=$processes must be a positive number"
+[[ $machines == 1 || -n $coordinator ]] || fail "--machines=$machines needs --coordinator=HOST:PORT"
 # Two coordinators can listen on the same port, but the processes of both runs would fail.
-if ! $dry_run && (: 3<> "/dev/tcp/127.0.0.1/$port") 2> /dev/null; then
+if [[ -z $coordinator ]] && ! $dry_run && (: 3<> "/dev/tcp/127.0.0.1/$port") 2> /dev/null; then
   fail "--port=$port is in use, perhaps by another run: choose another port"
 fi
 
@@ -58,7 +65,8 @@ for ((i = 0; i < processes && !stopped; i++)); do
     devices=("CUDA_VISIBLE_DEVICES=${gpus[i]}")
   fi
   command=(env "${devices[@]}" "${PYTHON:-python}" -m structinit_jax.main "$@"
-    "--coordinator_address=127.0.0.1:$port" "--num_processes=$processes" "--process_id=$i")
+    "--coordinator_address=${coordinator:-127.0.0.1:$port}"
+    "--num_processes=$((machines * processes))" "--process_id=$((machine * processes + i))")
   if $dry_run; then
     run "${command[@]}"
   else

@@ -180,10 +180,24 @@ def test_gke_starts_one_pod_per_host_of_a_slice(slice_, nodes, chips):
     assert container["resources"]["limits"] == {"google.com/tpu": chips}
 
 
+def started(command, **environment):
+    """Runs a command whose programs print their arguments; returns these by process."""
+    environment = os.environ | environment
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    words = [line.split() for line in result.stdout.splitlines()]
+    return sorted(words, key=lambda words: int(words[-1].partition("=")[2]))
+
+
 def test_gke_joins_gpu_nodes_and_retries_what_is_no_mistake():
     spec, job, pod, container = jobset("--nodes=4", "--claim=disk", "--spot")
-    join = "--coordinator_address=structinit-jax-workers-0-0.structinit-jax:8476 --num_processes=4"
-    assert join in container["command"][2]
+    address = "--coordinator_address=structinit-jax-workers-0-0.structinit-jax:8476"
+    last_pod = [*container["command"], *container["args"]]
+    processes = started(last_pod, PYTHON="echo", JOB_COMPLETION_INDEX="3")
+    assert len(processes) == 8
+    for i, words in enumerate(processes):
+        assert words[:4] == ["-m", "structinit_jax.main", "--join_timeout=86400", ARGUMENTS[0]]
+        assert words[-3:] == [address, "--num_processes=32", f"--process_id={24 + i}"]
     environment = {entry["name"]: entry["value"] for entry in container["env"]}
     assert environment["LD_LIBRARY_PATH"] == "/usr/local/nvidia/lib64"
     assert environment["JAX_PLATFORMS"] == "cuda,cpu"
@@ -191,3 +205,25 @@ def test_gke_joins_gpu_nodes_and_retries_what_is_no_mistake():
     (rule,) = job["podFailurePolicy"]["rules"]
     assert (rule["onExitCodes"]["values"], rule["action"]) == ([2], "FailJob")
     assert spec["failurePolicy"]["rules"][0]["action"] == "FailJobSet"
+
+
+def test_skypilot_starts_one_process_per_gpu(tmp_path):
+    task = yaml.safe_load((ROOT / "launch" / "skypilot.yaml").read_text())
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    programs(tmp_path / "venv" / "bin", python='echo "$@"')
+    variables = dict(
+        HOME=str(tmp_path), WORKDIR="s3://b/run", ARGUMENTS="--config=c --config.seed=1"
+    )
+    nodes = dict(NUM_GPUS_PER_NODE="2", NUM_NODES="2", NODE_RANK="1", NODE_IPS="10.0.0.1\n10.0.0.2")
+    variables |= {f"SKYPILOT_{name}": value for name, value in nodes.items()}
+    flags = [
+        "--config.data.data_dir=/data",
+        *variables["ARGUMENTS"].split(),
+        "--workdir=s3://b/run",
+    ]
+    processes = started(["bash", "-c", task["run"]], **variables)
+    assert len(processes) == 2
+    for i, words in enumerate(processes):
+        assert words[2:6] == flags
+        join = ["--coordinator_address=10.0.0.1:8476", "--num_processes=4", f"--process_id={2 + i}"]
+        assert words[6:] == join

@@ -89,8 +89,8 @@ spec:
               containers:
                 - name: train
                   image: "$image"
-                  # exec lets the signal of an eviction reach Python.
-                  command: [bash, -c, 'exec python -m structinit_jax.main$join "\$@"', train]
+                  # exec lets the signal of an eviction reach the program.
+                  command: [bash, -c, 'exec $program "\$@"', train]
                   args:
 $arguments                  # Without a working accelerator the run fails instead of using the CPU.
                   env: [$environment]
@@ -122,7 +122,7 @@ case $action in
     for argument in "$@"; do # as single-quoted YAML strings
       arguments+="                    - '${argument//\'/\'\'}'"$'\n'
     done
-    annotations='' join='' tolerations=''
+    annotations='' program='python -m structinit_jax.main' tolerations=''
     if [[ -n $tpu ]]; then
       [[ $tpu =~ ^(v4|v5e|v5p|v6e):[0-9]+(x[0-9]+){1,2}$ ]] ||
         fail "--tpu=$tpu must be v4, v5e, v5p or v6e and a topology, such as v5e:4x4"
@@ -138,7 +138,7 @@ case $action in
       if ((chips <= 4)) || { ((chips == 8)) && [[ $tpu == v[56]e:* ]]; }; then
         nodes=1
       else
-        nodes=$((chips / 4)) chips=4 join=' --join_timeout=86400' # until all pods have a node
+        nodes=$((chips / 4)) chips=4 program+=' --join_timeout=86400' # until all pods have a node
       fi
       # All pods in one node pool, which is one slice. They find each other by GKE's variables.
       annotations='alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool'
@@ -152,12 +152,13 @@ case $action in
       # GKE mounts the driver in /usr/local/nvidia/lib64, which the loader does not search.
       environment='{name: JAX_PLATFORMS, value: "cuda,cpu"}'
       environment+=', {name: LD_LIBRARY_PATH, value: /usr/local/nvidia/lib64}'
-      join=' --num_processes=1' # a single process does not wait for its host name
+      program="launch/local.sh --processes=$gpus"
       if ((nodes > 1)); then
-        join=" --coordinator_address=$name-workers-0-0.$name:8476 --num_processes=$nodes"
         # shellcheck disable=SC2016 # expands in the pod
-        join+=' --process_id="$JOB_COMPLETION_INDEX" --join_timeout=86400'
+        program+=" --machines=$nodes"' --machine="$JOB_COMPLETION_INDEX"'
+        program+=" --coordinator=$name-workers-0-0.$name:8476"
       fi
+      program+=' -- --join_timeout=86400' # until all pods have a node
     fi
     if $spot; then
       selector+=', cloud.google.com/gke-spot: "true"'
