@@ -27,7 +27,7 @@ from flax import nnx
 from structinit_jax.attention_init import SCHEMES
 from structinit_jax.attention_init.positions import layer_norm, sincos_positions
 from structinit_jax.attention_init.published import PSEUDO_INPUT_EPSILON
-from structinit_jax.attention_init.targets import kernel_maps
+from structinit_jax.attention_init.targets import filter_maps
 from structinit_jax.augment import AugmentFields
 from structinit_jax.config import load_config, make_attention_init, set_fields
 from structinit_jax.data.datasets import CATALOG
@@ -285,7 +285,7 @@ def compare(config, rows, seed, program: Program) -> dict:
         ours["pos_embed"] = sincos_positions((side, side), config.model.width)
         np.testing.assert_allclose(ours["pos_embed"], theirs["pos_embed"], atol=1e-5)
     if solved and not losses:
-        targets = kernel_maps(solved.kernels, network.sites()["blocks"].grid)
+        targets = filter_maps(solved.filters, network.sites()["blocks"].grid)
         losses = [map_loss(theirs, targets[index], i) for i, index in enumerate(offsets)]
     shapes = [{name: value.shape for name, value in w.items()} for w in (theirs, ours)]
     assert shapes[0] == shapes[1], set(shapes[0].items()) ^ set(shapes[1].items())

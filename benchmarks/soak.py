@@ -89,7 +89,7 @@ def find_moment(run: Run) -> str:
     if "first step after" not in run.text():
         return "starting"
     newest = checkpoint.step_folders(run.workdir / "checkpoints")[:1]
-    unfinished = newest and not (newest[0] / checkpoint.RUN).exists()
+    unfinished = newest and not (newest[0] / checkpoint.RUN_FILE).exists()
     return "writing a checkpoint" if unfinished else "training"
 
 

@@ -42,7 +42,7 @@ from structinit_jax.attention_init.solve import (
     solve,
     start_factors,
 )
-from structinit_jax.attention_init.targets import filter_maps, kernel_maps
+from structinit_jax.attention_init.targets import filter_maps, target_maps
 
 MODELS = {  # grid, width, heads, layers
     "ViT-T/16": ((14, 14), 192, 3, 12),
@@ -96,7 +96,7 @@ def impulse_at_norm(site: AttentionSite, weights: AttentionWeights) -> dict:
         z, _ = row_space(layer_norm(np.asarray(site.positions)))
     # The targets of one layer, one per head. At such a large norm, the solve needs the small steps
     # that `impulse` takes for learned positions.
-    targets = kernel_maps(weights.kernels[weights.filter_index[0]], site.grid)
+    targets = filter_maps(weights.filters[weights.filter_index[0]], site.grid)
     sizes = dict(head_dim=site.head_dim, qk_scale=site.qk_scale)
     options = {key: HIGH_RANK_SOLVE[key] for key in ("learning_rate", "steps")}
     start = start_factors(z, targets, site.head_dim)
@@ -112,7 +112,7 @@ def time_algorithm_1_in_torch(site: AttentionSite) -> float | None:
         import torch
     except ImportError:
         return None
-    targets = torch.from_numpy(filter_maps(site.grid)[np.arange(site.num_heads) % 9])
+    targets = torch.from_numpy(target_maps(site.grid)[np.arange(site.num_heads) % 9])
     positions = torch.from_numpy(np.asarray(site.positions))
     x = torch.nn.functional.layer_norm(positions, positions.shape[1:])
     bound = (site.num_heads * site.head_dim) ** -0.5

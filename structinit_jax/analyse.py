@@ -40,7 +40,7 @@ from structinit_jax.analysis.collect import (
 )
 from structinit_jax.command_line import FLAGS
 from structinit_jax.compare.settings import expand
-from structinit_jax.data.folder import title
+from structinit_jax.data.folder import display_name
 from structinit_jax.errors import require
 from structinit_jax.files import replace_files
 from structinit_jax.training import workdir as workdir_lib
@@ -99,7 +99,7 @@ def main(overrides: command_line.Overrides) -> None:
         settings = expand(config, FLAGS.schemes or [config.attention_init.name], {})
         snapshots = [observe_start(setting, images) for setting in settings.values()]
         when = " before training"
-    data = title(config.data.name, config.data.data_dir)
+    data = display_name(config.data.name, config.data.data_dir)
     subject = f"{config.model.name}{when}, {len(images)} training images of {data}"
     write(snapshots, subject, out)
     print(f"wrote analysis.json and figures to {out}")

@@ -29,7 +29,7 @@ SHARED = {
     "augment.flip, data.data_dir, ...; structinit_jax/config.py lists them.",
     "workdir": "Output directory. Training resumes from the newest checkpoint that it holds. "
     "compare puts all its runs in it.",
-    "step": "Checkpoint: its step, 'newest' (default) or 'best'.",
+    "step": "Checkpoint to use: 'newest' (default), 'best' or a step.",
     "out": "File or directory to write: by default analysis, model (export) or batch.png (show). "
     "main --mode=eval writes per-class results only if --out is set.",
     "trust_workdir": "Import Python code that the config of --workdir names.",

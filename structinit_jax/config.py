@@ -142,7 +142,7 @@ def _defaults(fields: type) -> dict[str, Any]:
 def validate(config: ConfigDict) -> None:
     """Raises `InputError` for errors that can be found without data, devices or initial weights.
 
-    Scheme, loss and optimizer, which only training needs, are checked by `training.build`.
+    Scheme, loss and optimizer, which only training needs, are checked when it builds them.
     """
     sections = ("data", "augment", "model", "attention_init")
     for section in sections:

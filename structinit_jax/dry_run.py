@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax.data.datasets import CATALOG, open_dataset
-from structinit_jax.data.folder import title
+from structinit_jax.data.folder import display_name
 from structinit_jax.data.source import check_classes, split_size
 from structinit_jax.errors import InputError, prefixed
 from structinit_jax.training import build, sharding
@@ -74,7 +74,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     memory = MEMORY.get(devices[0].device_kind) if target else build.memory_limit()
     data = config.data
     with prefixed("config.data: "):
-        info = CATALOG.get(data.name) or open_dataset(data.name, data.data_dir or None).info
+        info = CATALOG.get(data.name) or open_dataset(data.name, data.data_dir).info
     with prefixed("config.model."):
         check_classes(info, config.model.num_classes)
     with prefixed("config.data.train_split: "):
@@ -108,7 +108,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
         "devices": sharding.describe(mesh),
         "batch": f"{config.batch_size} global, {config.batch_size // mesh.size} per device, "
         f"{config.batch_size // num_processes} per process",
-        "data": f"{title(data.name, data.data_dir)}, {num_examples:,} training examples "
+        "data": f"{display_name(data.name, data.data_dir)}, {num_examples:,} training examples "
         f"({data.train_split}), {num_eval_examples:,} evaluation examples ({data.eval_split})",
         "steps": f"{schedule.num_steps:,} ({epochs:.1f} epochs of {schedule.steps_per_epoch:.1f} "
         f"steps); evaluations: {len(schedule.eval_steps)}",

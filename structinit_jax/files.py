@@ -17,7 +17,7 @@ from structinit_jax.errors import InputError, StoppedError
 
 PARTIAL = ".partial-"  # prefix of temporary folders
 # Messages of errors for a full disk or quota. Orbax's errors have no errno.
-FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
+DISK_FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
 os.environ.setdefault("EPATH_USE_TF", "false")  # else etils uses TensorFlow for URLs, if installed
 
 
@@ -97,7 +97,7 @@ def report_full_disk(workdir: epath.PathLike) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not (reasons := [text for text in FULL if text in str(error)]):
+        if not (reasons := [text for text in DISK_FULL if text in str(error)]):
             raise
         raise StoppedError(
             f"cannot write to {workdir}: {reasons[0]}. Checkpoints are intact: free some space "

@@ -47,7 +47,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("join_timeout", 300, text, lower_bound=1)
 
 
-def draw_curves(step: int, results: dict[str, float]) -> None:
+def write_curves(step: int, results: dict[str, float]) -> None:
     """Redraws curves.png from the metrics up to `step`."""
     if jax.process_index() == 0:
         workdir = open_path(FLAGS.workdir)
@@ -73,7 +73,7 @@ def main(overrides: command_line.Overrides) -> None:
         evaluation.evaluate_checkpoint(config, workdir, FLAGS.step or "newest", out)
     else:
         workdir = command_line.required_workdir()
-        train(config, workdir, FLAGS.profile_step, on_evaluation=draw_curves)
+        train(config, workdir, FLAGS.profile_step, on_evaluation=write_curves)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from structinit_jax.errors import printable
 from structinit_jax.rngs import step_rngs
 from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
-from structinit_jax.training.step import make_augmentation
 
 MAX_IMAGES = 48
 COLUMNS = 8
@@ -40,7 +39,7 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
     build.make_schedule(config, len(source))  # raises `InputError` where training does
     mesh = make_mesh(devices=jax.local_devices()[:1])  # A batch of any size fits one device.
     batch = next(build.train_batches(config, source, mesh, step - 1, step, in_memory=False))
-    augment = jax.jit(make_augmentation(config, mesh))
+    augment = jax.jit(build.make_augment(config, mesh))
     rng = jax.jit(step_rngs)(np.uint32(config.seed), step - 1)[0]
     images, targets = augment(rng, batch["image"], batch["label"])
     pixels = 255 * (np.asarray(images) * np.asarray(data.std) + np.asarray(data.mean))

@@ -11,7 +11,7 @@ from flax import nnx
 import structinit_jax as si
 from structinit_jax.attention_init import absolute, solve
 from structinit_jax.attention_init.positions import layer_norm
-from structinit_jax.attention_init.targets import filter_maps
+from structinit_jax.attention_init.targets import target_maps
 from structinit_jax.errors import InputError
 
 GRID, WIDTH, HEADS, DIM, LAYERS = (7, 5), 48, 3, 16, 4
@@ -50,7 +50,7 @@ def plain():
 def test_every_head_of_every_layer_attends_to_its_neighbor(plain):
     assert plain.filter_index.shape == (LAYERS, HEADS)
     assert set(np.ravel(plain.filter_index)) == set(range(9))
-    targets = filter_maps(GRID)[plain.filter_index]
+    targets = target_maps(GRID)[plain.filter_index]
     mass, hits = mass_and_hits(head_maps(plain), targets)
     np.testing.assert_allclose(mass, 0.3, atol=0.01)
     assert hits == 1
@@ -84,7 +84,7 @@ def test_learned_positions_are_kept_on_request_and_scaled():
     assert weights.positions is None
     assert weights.position_scale == 18
     maps = head_maps(weights, 18 * np.asarray(positions))
-    targets = filter_maps(GRID)[weights.filter_index]
+    targets = target_maps(GRID)[weights.filter_index]
     mass, hits = mass_and_hits(maps, targets)
     np.testing.assert_allclose(mass, 0.3, atol=0.01)
     assert hits > 0.95
@@ -92,7 +92,7 @@ def test_learned_positions_are_kept_on_request_and_scaled():
 
     published_report = si.impulse_2025()(RNG, site).report
     z, _ = solve.full_row_space(layer_norm(18 * positions))
-    targets = filter_maps(GRID)[[4, 1, 5]]
+    targets = target_maps(GRID)[[4, 1, 5]]
     ours = solve_at_norm(z, targets, 7 / DIM**0.5, **absolute.HIGH_RANK_SOLVE)
     assert ours.loss < 0.8 * published_report.loss
     assert ours.target_mass > published_report.target_mass
@@ -102,7 +102,7 @@ def test_impulse_mimetic_has_impulses_in_the_first_half_and_similar_tokens_in_th
     weights = si.impulse_mimetic(target_mass=0.3)(RNG, SITE)
     assert weights.filter_index.shape == (LAYERS // 2, HEADS)
     assert len(weights.query) == LAYERS
-    targets = filter_maps(GRID)[weights.filter_index]
+    targets = target_maps(GRID)[weights.filter_index]
     mass, hits = mass_and_hits(head_maps(weights)[: LAYERS // 2], targets)
     np.testing.assert_allclose(mass, 0.3, atol=0.01)
     assert hits == 1
@@ -130,7 +130,7 @@ def test_given_filters_and_dilated_impulses_are_approached():
     box = si.impulse(filters=np.ones((1, 3, 3), np.float32), target_mass=0.6)(RNG, SITE)
     np.testing.assert_allclose(box.report.target_mass, 0.6, atol=0.01)
     dilated = si.impulse(dilation=2, target_mass=0.4)(RNG, SITE)
-    targets = filter_maps(GRID, dilation=2)[dilated.filter_index]
+    targets = target_maps(GRID, dilation=2)[dilated.filter_index]
     np.testing.assert_allclose(mass_and_hits(head_maps(dilated), targets)[0], 0.4, atol=0.01)
 
 

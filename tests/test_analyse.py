@@ -13,7 +13,7 @@ from tiny_models import SIZES
 
 from structinit_jax import analyse, command_line
 from structinit_jax.analysis import collect, figures, measures
-from structinit_jax.attention_init.targets import filter_maps, kernel_maps
+from structinit_jax.attention_init.targets import filter_maps, target_maps
 from structinit_jax.augment import normalize
 from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
@@ -96,8 +96,8 @@ def test_targets_are_those_that_the_solve_reaches():
     model = build.make_model(config, make_mesh(devices=jax.devices()[:1]))
     initial = initialize_model(config, model, make_initializer(config, model))
     index, kernels = initial.filters["blocks"]
-    targets = filter_maps((4, 4))
-    np.testing.assert_array_equal(kernel_maps(np.asarray(kernels), (4, 4)), targets)
+    targets = target_maps((4, 4))
+    np.testing.assert_array_equal(filter_maps(np.asarray(kernels), (4, 4)), targets)
     params, state = initial.weights
     # Without content, only the position encoding is left, for which the heads were solved.
     params["patch_embedding"] = jax.tree.map(lambda x: 0 * x, params["patch_embedding"])
@@ -146,7 +146,7 @@ def drawn(monkeypatch):
 
 
 def test_maps_their_corners_and_kernels_are_drawn_as_they_are(tmp_path, drawn):
-    maps = filter_maps((4, 5))[:6].reshape(2, 3, 20, 20)
+    maps = target_maps((4, 5))[:6].reshape(2, 3, 20, 20)
     title = os.fsdecode(b"$x_{$ \xff")  # invalid as mathtext and as UTF-8
     figures.draw_maps({"$x_{$": maps}, (4, 5), title, tmp_path / "maps.png")
     images = drawn[0].axes[0].images

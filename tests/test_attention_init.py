@@ -74,8 +74,8 @@ def test_every_scheme_has_the_documented_shapes_and_can_be_traced(name, site_typ
     for a, b in itertools.combinations(drawn, 2):  # query, key and value
         assert np.abs(a - b).max() > 1e-3
     if (index := getattr(weights, "filter_index", None)) is not None:
-        assert weights.kernels.shape[1:] == tuple(2 * side - 1 for side in site.grid)
-        assert index.max() < len(weights.kernels)
+        assert weights.filters.shape[1:] == tuple(2 * side - 1 for side in site.grid)
+        assert index.max() < len(weights.filters)
         assert len(index) == (2 if name == "impulse_mimetic" else 3)  # half of three, rounded up
     close = functools.partial(np.testing.assert_allclose, atol=TOLERANCES.get(name, 1e-4))
     jax.tree.map(close, scheme(RNG, site), weights)

@@ -151,7 +151,7 @@ def test_a_run_without_an_intact_checkpoint_does_not_start_anew(directory):
         flip_byte(directory / str(step) / "index_0.json")
     with pytest.raises(InputError, match="has no intact checkpoint"), opened(directory):
         pass
-    assert all((directory / str(step) / checkpoint.RUN).exists() for step in (4, 8, 12))
+    assert all((directory / str(step) / checkpoint.RUN_FILE).exists() for step in (4, 8, 12))
 
 
 def test_a_first_upload_that_one_process_has_not_finished_is_no_damage(tmp_path, monkeypatch):
@@ -174,7 +174,7 @@ def test_a_first_upload_that_one_process_has_not_finished_is_no_damage(tmp_path,
 
 
 def test_nothing_of_another_program_is_deleted(directory, capsys):
-    (directory / "12" / checkpoint.RUN).unlink()
+    (directory / "12" / checkpoint.RUN_FILE).unlink()
     for name in ("state.orbax-checkpoint-tmp-1", ".partial-1"):  # left by a killed process
         (directory / "12" / name).mkdir()
     names = ("16/notes.txt", "20/state_dict", "24/state/a", "24/b", "28")

@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from structinit_jax.data.datasets import open_dataset
-from structinit_jax.data.folder import title
+from structinit_jax.data.folder import display_name
 from structinit_jax.data.images import BadImageError, CenterCrop
 from structinit_jax.data.loader import HostLoader
 from structinit_jax.data.source import DatasetInfo
@@ -139,7 +139,7 @@ def test_a_folder_of_classes_is_the_split_train(root, tmp_path_factory):
     whole = open_dataset("folder", root).split("train")
     flat = (root / "train").rename(tmp_path_factory.mktemp("flat") / "fruit")
     dataset = open_dataset("folder", f"{flat}/")
-    assert dataset.name == title("folder", f"{flat}/") == "fruit"
+    assert dataset.name == display_name("folder", f"{flat}/") == "fruit"
     assert dataset.info == DatasetInfo(3, 3, {"train": 30})
     first, rest = dataset.split("train[:90%]"), dataset.split("train[90%:]")
     assert values(first) + values(rest) == values(dataset.split("train"))

@@ -12,7 +12,7 @@ from structinit_jax import attention_init
 from structinit_jax.attention_init import AttentionSite, published, sincos_positions
 from structinit_jax.attention_init.positions import layer_norm
 from structinit_jax.attention_init.published import draw_pseudo_input
-from structinit_jax.attention_init.targets import filter_maps
+from structinit_jax.attention_init.targets import target_maps
 
 # With few steps and small models, the papers' targets are not reached.
 pytestmark = pytest.mark.filterwarnings("ignore:only .* of the attention rows")
@@ -96,7 +96,7 @@ def test_2025_target_scale_noise_and_norms_are_options():
     weights = attention_init.impulse_2025(**options)(jax.random.key(0), LEARNED)
     noise_rng = jax.random.split(jax.random.split(jax.random.key(0))[0], 12)[0]
     noise = 0.6 * jax.random.truncated_normal(noise_rng, -2 / 0.6, 2 / 0.6, (36, 36))
-    target = filter_maps(LEARNED.grid)[4]
+    target = target_maps(LEARNED.grid)[4]
     logits = 40.0 * target + np.asarray(noise, np.float64) * (target == 0)
     x = layer_norm(18 * np.asarray(LEARNED.positions), 1e-5)
     u, s, vt = np.linalg.svd(x, full_matrices=False)
@@ -117,7 +117,7 @@ def test_2025_weights_are_those_of_its_parts():
     x = layer_norm(18 * np.asarray(LEARNED.positions), 1e-5)
     logits = np.einsum("nD,LDhd,LEhd,mE->Lhnm", x, weights.query, weights.key, x, optimize=True)
     maps = softmax(8**-0.5 * logits, axis=-1)
-    targets = filter_maps(LEARNED.grid)[weights.filter_index]
+    targets = target_maps(LEARNED.grid)[weights.filter_index]
     mass = np.mean(np.sum(maps * targets, axis=(2, 3)) / np.sum(targets, axis=(2, 3)))
     np.testing.assert_allclose(weights.report.target_mass, mass, rtol=1e-3)
     np.testing.assert_allclose(weights.report.loss, np.mean((maps - targets) ** 2), rtol=1e-3)

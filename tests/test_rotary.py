@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import structinit_jax as si
-from structinit_jax.attention_init.targets import kernel_maps
+from structinit_jax.attention_init.targets import filter_maps
 from structinit_jax.errors import InputError
 
 GRID, WIDTH, HEADS, DIM, LAYERS = (5, 7), 48, 3, 16, 4
@@ -53,7 +53,7 @@ def test_every_head_attends_to_its_neighbor_with_the_target_mass(changes):
     site = make_site(**changes)
     weights = si.impulse()(RNG, site)
     maps = head_maps(weights, site)
-    targets = kernel_maps(weights.kernels, GRID)[weights.filter_index]
+    targets = filter_maps(weights.filters, GRID)[weights.filter_index]
     has_target = targets.max(-1) > 0
     assert np.all((maps.argmax(-1) == targets.argmax(-1))[has_target])
     mass = (maps * targets).sum((-1, -2)) / has_target.sum(-1)
@@ -83,7 +83,7 @@ def test_the_last_half_of_the_layers_attends_to_similar_tokens(angles):
     site = make_site(angles=angles)
     weights = si.impulse_mimetic()(RNG, site)
     assert weights.filter_index.shape == (LAYERS // 2, HEADS)
-    targets = kernel_maps(weights.kernels, GRID)[weights.filter_index]
+    targets = filter_maps(weights.filters, GRID)[weights.filter_index]
     mass = (head_maps(weights, site)[: LAYERS // 2] * targets).sum((-1, -2)) / targets.sum((-1, -2))
     np.testing.assert_allclose(mass, 0.1, atol=0.02)
     products = jnp.einsum("LDhd,LEhd->LhDE", weights.query, weights.key)

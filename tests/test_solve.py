@@ -6,7 +6,7 @@ from scipy.special import softmax
 from structinit_jax.attention_init import solve
 from structinit_jax.attention_init.positions import layer_norm, sincos_positions
 from structinit_jax.attention_init.sites import SolveReport
-from structinit_jax.attention_init.targets import filter_maps
+from structinit_jax.attention_init.targets import target_maps
 
 GRID, WIDTH, HEAD_DIM, NORM = (8, 8), 48, 16, 1.0
 SCALE = HEAD_DIM**-0.5
@@ -29,7 +29,7 @@ def attention_maps(x, query, key):
 def solved():
     x = layer_norm(sincos_positions(GRID, WIDTH))
     z, basis = map(jnp.asarray, solve.row_space(x))
-    targets = filter_maps(GRID)
+    targets = target_maps(GRID)
     bank = solve_bank(z, targets, norm=NORM)
     return x, z, basis, targets, bank
 
@@ -53,7 +53,7 @@ def test_a_soft_target_mass_is_reached_for_every_filter(solved):
 def test_heads_of_few_channels_reach_a_target_mass():
     """Heads attend to wrong tokens if the norm grows faster than the directions turn."""
     z, _ = solve.row_space(layer_norm(sincos_positions((16, 16), 64)))
-    targets = filter_maps((16, 16))[:2]
+    targets = target_maps((16, 16))[:2]
     *_, report = solve_bank(z, targets, head_dim=8, width=64, target_mass=0.5)
     np.testing.assert_allclose(report.target_mass, 0.5, atol=0.01)
     assert report.hit_rate > 0.99

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from scipy.ndimage import correlate
 
-from structinit_jax.attention_init.targets import assign, filter_maps
+from structinit_jax.attention_init.targets import assign, target_maps
 
 
 @pytest.mark.parametrize("dilation", [1, 2, 4])
@@ -12,7 +12,7 @@ def test_maps_filter_images_as_scipy_does(grid, dilation):
     rng = np.random.default_rng(0)
     kernels = rng.uniform(size=(3, 3, 3)).astype(np.float32)
     image = rng.normal(size=grid)
-    maps = filter_maps(grid, filters=kernels, dilation=dilation)
+    maps = target_maps(grid, filters=kernels, dilation=dilation)
     for kernel, target in zip(kernels, maps, strict=True):
         wide = np.zeros((2 * dilation + 1, 2 * dilation + 1))
         wide[::dilation, ::dilation] = kernel
@@ -23,7 +23,7 @@ def test_maps_filter_images_as_scipy_does(grid, dilation):
 
 @pytest.mark.parametrize("grid", [(1, 7), (7, 1)])
 def test_impulses_on_a_row_of_tokens_are_those_along_it(grid):
-    maps = filter_maps(grid)
+    maps = target_maps(grid)
     np.testing.assert_array_equal(maps, [np.eye(7, k=offset) for offset in (-1, 0, 1)])
 
 

@@ -8,7 +8,7 @@ import references
 
 from structinit_jax import attention_init
 from structinit_jax.attention_init import ConvSite, TokenMixingSite
-from structinit_jax.attention_init.targets import filter_maps
+from structinit_jax.attention_init.targets import target_maps
 from structinit_jax.errors import InputError
 from structinit_jax.models import layers
 
@@ -35,7 +35,7 @@ def spatial_maps(weights):
 def test_the_map_is_the_filter_or_its_closest_map_of_the_possible_rank(hidden):
     kernel = np.eye(9)[1].reshape(1, 3, 3)
     weights = attention_init.impulse(filters=kernel)(RNG, make_site(hidden))
-    (target,) = filter_maps(GRID, filters=kernel)
+    (target,) = target_maps(GRID, filters=kernel)
     pairs = hidden // 2
     for found in np.asarray(spatial_maps(weights)):
         if pairs >= TOKENS:
@@ -54,7 +54,7 @@ def test_the_map_is_the_filter_or_its_closest_map_of_the_possible_rank(hidden):
 
 def test_layers_have_filters_of_their_own():
     maps = np.asarray(spatial_maps(attention_init.impulse()(RNG, make_site())))
-    targets = filter_maps(GRID)
+    targets = target_maps(GRID)
     found = [np.abs(targets - layer).max(axis=(1, 2)).argmin() for layer in maps]
     np.testing.assert_allclose(maps, targets[found], atol=1e-5)
     assert found[0] != found[1]

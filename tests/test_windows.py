@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from structinit_jax.attention_init import WindowSite, impulse
-from structinit_jax.attention_init.targets import filter_maps, kernel_maps
+from structinit_jax.attention_init.targets import filter_maps, target_maps
 from structinit_jax.errors import InputError
 
 WINDOW = (4, 5)
@@ -30,7 +30,7 @@ def maps_of(weights, window=WINDOW):
 def test_impulse_rows_have_exactly_the_mass_and_others_are_uniform(mass):
     weights = impulse(target_mass=mass)(RNG, SITE)
     maps = maps_of(weights)
-    targets = filter_maps(WINDOW)[weights.filter_index]
+    targets = target_maps(WINDOW)[weights.filter_index]
     has_target = targets.any(-1)
     np.testing.assert_allclose((maps * targets).sum(-1)[has_target], mass, rtol=1e-5)
     np.testing.assert_allclose(maps[~has_target], 1 / 20, rtol=1e-5)
@@ -44,7 +44,7 @@ def test_given_kernels_are_mixed_with_a_uniform_floor():
     kernels = np.float32([[[0, 1, 3], [0, 0, 0], [0, 0, 0]]])
     scheme = impulse(filters=kernels, target_mass=mass)
     weights = scheme(RNG, dataclasses.replace(SITE, grid=window))
-    targets = filter_maps(window, filters=kernels)[weights.filter_index]
+    targets = target_maps(window, filters=kernels)[weights.filter_index]
     target, row = targets[:, :, 40], maps_of(weights, window)[:, :, 40]  # of the center token
     np.testing.assert_allclose(np.minimum(row, target).sum(-1), mass, rtol=1e-4)
     floor = row.min(axis=-1, keepdims=True)
@@ -67,7 +67,7 @@ def test_kernels_that_lead_off_the_window_go_to_no_head(options):
     small = dataclasses.replace(SITE, grid=(2, 2))
     weights = impulse(target_mass=0.9, **options)(RNG, small)
     maps = maps_of(weights, (2, 2))
-    targets = kernel_maps(weights.kernels, (2, 2))[weights.filter_index]
+    targets = filter_maps(weights.filters, (2, 2))[weights.filter_index]
     assert targets.any(axis=(2, 3)).all()
     np.testing.assert_allclose((maps * targets).sum(-1)[targets.any(-1)], 0.9, rtol=1e-5)
     with pytest.raises(InputError, match="filters"):

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from structinit_jax.analysis import measures
 from structinit_jax.attention_init import ConvSite, TokenMixingSite
 from structinit_jax.attention_init.sites import AttentionStack
-from structinit_jax.attention_init.targets import kernel_maps
+from structinit_jax.attention_init.targets import filter_maps
 from structinit_jax.augment import normalize
 from structinit_jax.data.images import CenterCrop
 from structinit_jax.errors import require
@@ -96,13 +96,12 @@ def _initialize(config, model):
     """Returns the weights that a run starts from, and the targets of the heads by stack."""
     weights, _, filters = initialize_model(config, model, make_initializer(config, model))
     sites = nnx.merge(model.graphdef, *weights).sites()
-    has_maps = sites and not any(isinstance(site, TokenMixingSite) for site in sites.values())
-    require(
-        "config.model.name", config.model.name, "a model with attention, or 'convmixer'", has_maps
-    )
+    is_supported = sites and not any(isinstance(site, TokenMixingSite) for site in sites.values())
+    needs = "a model with attention, or 'convmixer'"
+    require("config.model.name", config.model.name, needs, is_supported)
     targets = {
-        name: (index, kernel_maps(np.asarray(kernels), sites[name].grid))
-        for name, (index, kernels) in filters.items()
+        name: (index, filter_maps(np.asarray(placed), sites[name].grid))
+        for name, (index, placed) in filters.items()
     }
     return weights, targets
 

@@ -89,7 +89,7 @@ def impulse(
     `absolute` describes the method for ViTs.
 
     The product of value and output projection is near -0.4 I, as in the 2025 paper's program,
-    although the text of both papers sets only Q and K. To do the same, wrap the scheme:
+    although the text of both papers sets only Q and K. To set only these, wrap the scheme:
     `lambda rng, site: impulse()(rng, site)._replace(value=None, out=None)`. Most of the gain on
     CIFAR-10 then disappears (docs/results.md).
 
@@ -103,8 +103,8 @@ def impulse(
 
     Args:
       kernel_size: Odd kernel size f of the impulses. A `ConvSite` has its own kernel size.
-      filters: Kernels [F, f, f] to use instead of impulses; `kernel_size` is then ignored.
-      dilation: Distance in tokens between neighboring taps of a kernel.
+      filters: Filters [F, f, f] to use instead of impulses; `kernel_size` is then ignored.
+      dilation: Distance in tokens between neighboring taps of a filter.
       target_mass: Share of a token's attention that goes to its target, which sets how sharp the
         maps are. It must be larger than the share under uniform attention, 1 / N for an impulse; in
         windows too small for that, the bias is zero. `weights.report` has the share reached.

@@ -22,9 +22,9 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init import draws, solve
-from structinit_jax.attention_init.positions import layer_norm, start_positions, trained_positions
+from structinit_jax.attention_init.positions import layer_norm, position_fields, start_positions
 from structinit_jax.attention_init.sites import AttentionSite, AttentionStack, AttentionWeights
-from structinit_jax.attention_init.targets import FilterArray, assign, filter_kernels, kernel_maps
+from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps, place_filters
 
 # Learned positions that are kept are multiplied by this, as in the 2025 paper's program.
 POSITION_SCALE = 18.0
@@ -52,8 +52,8 @@ def impulse(
     If `half`, this is `attention_init.impulse_mimetic`, with filters in the first half of the
     layers only.
     """
-    kernels = filter_kernels(site.grid, kernel_size, filters, dilation)
-    targets = kernel_maps(kernels, site.grid)
+    placed = place_filters(site.grid, kernel_size, filters, dilation)
+    targets = filter_maps(placed, site.grid)
     solve.require_above_uniform(target_mass, targets)
     positions, new_positions = start_positions(
         site, replace=replace_positions, scale=POSITION_SCALE
@@ -80,7 +80,7 @@ def impulse(
     )
     num_impulse = -(-site.num_layers // 2) if half else site.num_layers
     weights = _draw_weights(rng, factors, basis, sizes=sizes, num_impulse=num_impulse)
-    return weights._replace(report=report, kernels=kernels, **new_positions)
+    return weights._replace(report=report, filters=placed, **new_positions)
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "num_impulse"))
@@ -128,5 +128,5 @@ def baseline(
 ) -> AttentionWeights:
     """Draws weights as `draws.baseline` does, and replaces or scales trainable positions."""
     scales = dict(query_key_scale=query_key_scale, value_scale=value_scale)
-    new_positions = trained_positions(site, replace=replace_positions, scale=position_scale)
+    new_positions = position_fields(site, replace=replace_positions, scale=position_scale)
     return draws.baseline(rng, site, draw=draw, **scales)._replace(**new_positions)

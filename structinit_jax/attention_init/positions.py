@@ -44,7 +44,7 @@ def sincos_positions(
     return np.concatenate(channels, axis=1).astype(np.float32)
 
 
-def trained_positions(site: AttentionSite, *, replace: bool, scale: float) -> dict[str, Any]:
+def position_fields(site: AttentionSite, *, replace: bool, scale: float) -> dict[str, Any]:
     """Returns the fields of `AttentionWeights` that set or scale a site's trainable positions.
 
     These are `positions` or `position_scale`. Fixed positions stay as they are.
@@ -59,11 +59,11 @@ def trained_positions(site: AttentionSite, *, replace: bool, scale: float) -> di
 def start_positions(
     site: AttentionSite, *, replace: bool, scale: float
 ) -> tuple[Float[Array | np.ndarray, "N D"], dict[str, Any]]:
-    """Returns the positions that a model starts with, and its `trained_positions`.
+    """Returns the initial positions, and the fields of `AttentionWeights` that set them.
 
     The positions are a NumPy array if this process can read them.
     """
-    new = trained_positions(site, replace=replace, scale=scale)
+    new = position_fields(site, replace=replace, scale=scale)
     positions = new.get("positions", site.positions)
     needs = (
         "the model's position encoding, finite and not the same for all tokens; the schemes "

@@ -13,7 +13,7 @@ from structinit_jax.attention_init.draws import mimetic_vo, split_product, trunc
 from structinit_jax.attention_init.positions import layer_norm, start_positions
 from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, SolveReport
 from structinit_jax.attention_init.solve import report_on_maps
-from structinit_jax.attention_init.targets import filter_kernels, kernel_maps
+from structinit_jax.attention_init.targets import filter_maps, place_filters
 
 PseudoInput = Literal["positions", "uniform", "gaussian", "positions+uniform", "positions+gaussian"]
 PSEUDO_INPUT_EPSILON = 1e-5  # PyTorch's default for LayerNorm; the models themselves use 1e-6
@@ -46,8 +46,8 @@ def impulse_2024(
     positions, new_positions = start_positions(site, replace=True, scale=1.0)
     positions = jnp.asarray(positions)
     offset_rng, input_rng, solve_rng = jax.random.split(rng, 3)
-    kernels = filter_kernels(site.grid, kernel_size)
-    targets = jnp.asarray(kernel_maps(kernels, site.grid))
+    placed = place_filters(site.grid, kernel_size)
+    targets = jnp.asarray(filter_maps(placed, site.grid))
     num_solved = site.num_layers
     if same_layers:
         num_distinct = 1 if first_input == following_input else 2
@@ -76,7 +76,7 @@ def impulse_2024(
         key[layer],
         report=jax.tree.map(jnp.mean, reports),
         filter_index=filter_index[layer],
-        kernels=kernels,
+        filters=placed,
         **new_positions,
     )
 
@@ -174,8 +174,8 @@ def impulse_2025(
         site, replace=replace_positions, scale=position_scale
     )
     noise_rng, vo_rng = jax.random.split(rng)
-    kernels = filter_kernels(site.grid)
-    targets = jnp.asarray(kernel_maps(kernels, site.grid))
+    placed = place_filters(site.grid)
+    targets = jnp.asarray(filter_maps(placed, site.grid))
     # A single row or column of tokens has three offsets.
     order = np.resize([i for i in CENTER_FIRST if i < len(targets)], site.num_heads)
     filter_index = jnp.asarray(np.tile(order, (site.num_layers, 1)), jnp.int32)
@@ -196,7 +196,7 @@ def impulse_2025(
         *mimetic_vo(vo_rng, site, transposed=False),
         report=report,
         filter_index=filter_index,
-        kernels=kernels,
+        filters=placed,
         **new_positions,
     )
 

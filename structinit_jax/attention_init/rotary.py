@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init import draws, solve
 from structinit_jax.attention_init.sites import GRID, AttentionWeights, RotarySite, SolveReport
-from structinit_jax.attention_init.targets import FilterArray, assign, filter_kernels, kernel_maps
+from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps, place_filters
 from structinit_jax.errors import is_count, require
 from structinit_jax.rngs import draw_flat
 
@@ -68,14 +68,14 @@ def impulse(
 
     The bias of the patch embedding gives all tokens a common vector with as many entries +1 as -1.
     The query and key weights map this vector to each head's q and k; on all other input they act
-    like the model's `base_init`. The coefficients are solved for because the maps that are closest
-    to the targets at the lowest norm are also the least disturbed by content. The phases of k are
+    like the model's `base_init`. Solving for the coefficients
+    gives maps close to the targets at a low norm, which content disturbs least. The phases of k are
     random and independent for each head. In the first layer, tokens without content put the target
     mass on their target; content reduces it. If `half`, heads in the second half of the layers
     attend to similar tokens.
     """
-    kernels = filter_kernels(site.grid, kernel_size, filters, dilation)
-    targets = kernel_maps(kernels, site.grid)
+    placed = place_filters(site.grid, kernel_size, filters, dilation)
+    targets = filter_maps(placed, site.grid)
     solve.require_above_uniform(target_mass, targets)
     num_impulse = -(-site.num_layers // 2) if half else site.num_layers
     order_rng, place_rng = jax.random.split(rng)
@@ -91,7 +91,7 @@ def impulse(
         solved, report = solve_coefficients(tables, targets[filter_index.ravel()], target_mass)
         coefficients = solved.reshape(*filter_index.shape, *solved.shape[1:])
     weights = _draw_weights(place_rng, coefficients, sizes=site.sizes, pairs=site.pairs)
-    return weights._replace(report=report, filter_index=filter_index, kernels=kernels)
+    return weights._replace(report=report, filter_index=filter_index, filters=placed)
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "pairs"))

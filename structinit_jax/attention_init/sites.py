@@ -217,12 +217,12 @@ class AttentionWeights(NamedTuple):
     Attributes:
       out: Kernel of the output projection.
       report: How close the maps are to their targets. A scheme that changes the query or key of
-        another one sets it to None, because it describes the solve.
+        another scheme must set it to None: it describes the original ones.
       positions: Values of a trainable position encoding, without class and register tokens.
-      filter_index: Index of each head's filter in `kernels`, for the first l ≤ L layers; the other
+      filter_index: Index of each head's filter in `filters`, for the first l ≤ L layers; the other
         layers have no filters.
-      kernels: The filters by offset between tokens, of 2 rows - 1 times 2 cols - 1 values, for
-        analysis; `targets.kernel_maps` returns their attention maps.
+      filters: The filters by offset between tokens, of 2 rows - 1 times 2 cols - 1 values, for
+        analysis; `targets.filter_maps` returns their attention maps.
       bias: Relative position bias of a `WindowSite`, R = (2 rows - 1) (2 cols - 1), in timm's order
         (`targets.relative_index`).
       position_scale: Factor on the model's own trainable positions, including those of class and
@@ -238,7 +238,7 @@ class AttentionWeights(NamedTuple):
     positions: Float[Array | np.ndarray, "N D"] | None = None
     report: SolveReport | None = None
     filter_index: Int[Array, "l h"] | None = None
-    kernels: Float[Array | np.ndarray, "F y x"] | None = None
+    filters: Float[Array | np.ndarray, "F y x"] | None = None
     bias: Float[Array, "L R h"] | None = None
     position_scale: float | Float[Array, ""] | None = None
     patch_bias: Float[Array, " D"] | None = None

@@ -129,8 +129,8 @@ def solve(
     their d columns. Without a `target_mass`, the norm stays at `norm`. With one, it starts there
     (`start_norm`) and is adjusted to that mass for each filter. Only directions are optimized, from
     `start` (`start_factors`). For a target mass below `sharp_mass`, directions are optimized at
-    `sharp_mass`, and the norm is then lowered. `rows` are those of each H that `targets` holds
-    (`sample_rows`), by default all.
+    `sharp_mass`, and the norm is then lowered. `rows` are the indices of the rows in `targets`
+    (`sample_rows`); None means all.
     """
     # In a traced caller these are constants, and XLA would evaluate everything that depends only on
     # them, such as the row maxima of the targets, at compile time, which is far slower.
@@ -178,7 +178,7 @@ def solve(
 def sample_rows(
     targets: Float[np.ndarray, "F N N"],
 ) -> tuple[Int[np.ndarray, "F n"] | None, Float[np.ndarray, "F n N"]]:
-    """Returns the rows of each map that enter its loss, None for all, and the maps' rows.
+    """Returns the indices of the rows that the loss uses, None for all, and these rows.
 
     They are selected here because maps of a large grid are too large for constants of a program.
     """

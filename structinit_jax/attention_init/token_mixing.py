@@ -40,7 +40,7 @@ from structinit_jax.attention_init.sites import (
     TokenMixingSite,
     TokenMixingWeights,
 )
-from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps, impulse_kernels
+from structinit_jax.attention_init.targets import FilterArray, assign, impulse_filters, target_maps
 from structinit_jax.errors import require
 from structinit_jax.rngs import draw_flat
 
@@ -66,7 +66,7 @@ def mlp_impulse(
     dilation: int,
 ) -> TokenMixingWeights:
     """Gives each layer one filter, exactly or at the rank that its hidden units allow."""
-    targets = filter_maps(site.grid, kernel_size, filters, dilation)
+    targets = target_maps(site.grid, kernel_size, filters, dilation)
     bases = output_basis(targets, site)
     order_rng, rotation_rng = jax.random.split(rng)
     index = assign(order_rng, (site.num_layers, 1), len(targets))[:, 0]
@@ -120,7 +120,7 @@ def conv_default(rng: PRNGKeyArray, site: ConvSite) -> ConvWeights:
 def conv_impulse(rng: PRNGKeyArray, site: ConvSite, *, filters: FilterArray | None) -> ConvWeights:
     """Gives each channel an impulse at one of the f² places of the kernel, or one of `filters`."""
     size = site.kernel_size
-    bank = impulse_kernels(size, size) if filters is None else np.asarray(filters, np.float32)
+    bank = impulse_filters(size, size) if filters is None else np.asarray(filters, np.float32)
     needs = f"of shape [F, {size}, {size}] for this ConvSite"
     require("filters", filters, needs, bank.shape[1:] == (size, size))
     filter_index = assign(rng, (site.num_layers, site.width), len(bank))

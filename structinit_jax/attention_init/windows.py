@@ -15,7 +15,7 @@ from jaxtyping import Float, PRNGKeyArray
 
 from structinit_jax.attention_init import draws
 from structinit_jax.attention_init.sites import AttentionWeights, WindowSite
-from structinit_jax.attention_init.targets import FilterArray, assign, filter_kernels
+from structinit_jax.attention_init.targets import FilterArray, assign, place_filters
 from structinit_jax.errors import require
 
 BISECTIONS = 50  # Enough for the precision of float64.
@@ -30,24 +30,24 @@ def impulse(
     dilation: int,
     target_mass: float,
 ) -> AttentionWeights:
-    """Puts each head's kernel into its column of the relative position bias.
+    """Puts each head's filter into its column of the relative position bias.
 
     Query and key are drawn as in timm; after a LayerNorm, the content logits then have a standard
     deviation of about 0.02² D. With a target mass of 0.5, the blocks of Swin-T average 0.48 to
-    0.50. Rows with the whole kernel inside the window have exactly the target mass; the row of an
+    0.50. Rows with the whole filter inside the window have exactly the target mass; the row of an
     impulse whose neighbor is outside the window is uniform. The mask of a shifted block leaves
     fewer tokens in a row, so the target gets more of the attention. If a window is so small that
-    uniform attention already has the target mass, the bias is zero. Kernels that are off the window
+    uniform attention already has the target mass, the bias is zero. Filters that are off the window
     for every token are not assigned to any head: later stages of a Swin can have smaller windows
     than the first.
     """
-    kernels = filter_kernels(site.grid, kernel_size, filters, dilation)
-    kernels = kernels[kernels.any(axis=(1, 2))]
+    placed = place_filters(site.grid, kernel_size, filters, dilation)
+    placed = placed[placed.any(axis=(1, 2))]
     needs = f"smaller than the window of {site.grid} tokens: all are outside it for every token"
-    require("filters", filters, needs, len(kernels) > 0)
-    table = bias_of_kernels(kernels, site.grid, target_mass)
+    require("filters", filters, needs, len(placed) > 0)
+    table = bias_of_filters(placed, site.grid, target_mass)
     weights = _draw_weights(rng, table, sizes=site.sizes)
-    return weights._replace(kernels=kernels)
+    return weights._replace(filters=placed)
 
 
 @functools.partial(jax.jit, static_argnames="sizes")
@@ -61,19 +61,19 @@ def _draw_weights(rng, table, *, sizes):
     return AttentionWeights(query, key, value, out, filter_index=filter_index, bias=bias)
 
 
-def bias_of_kernels(
-    kernels: Float[np.ndarray, "F rows cols"], window: tuple[int, int], target_mass: float
+def bias_of_filters(
+    filters: Float[np.ndarray, "F rows cols"], window: tuple[int, int], target_mass: float
 ) -> Float[np.ndarray, "F R"]:
-    """Returns biases whose softmax mixes the kernel with a uniform map to give the target mass.
+    """Returns biases whose softmax mixes the filter with a uniform map to give the target mass.
 
-    For n tokens, kernel values w that sum to 1, and a mixture of m kernel and 1 - m uniform,
+    For n tokens, filter values w that sum to 1, and a mixture of m filter and 1 - m uniform,
     attention at an offset is m w + (1 - m) / n, which is a bias of ln(1 + n w m / (1 - m)). The
-    mixture m is chosen so that the overlap with the kernel, the sum of min(w, m w + (1 - m) / n),
+    mixture m is chosen so that the overlap with the filter, the sum of min(w, m w + (1 - m) / n),
     is the target mass p; m is 0 if uniform attention already has more. For an impulse, the bias is
-    ln((n - 1) p / (1 - p)) at the offset. Kernels must be nonnegative.
+    ln((n - 1) p / (1 - p)) at the offset. Filters must be nonnegative.
     """
-    offsets = kernels.astype(np.float64)
-    weights = (offsets / offsets.sum(axis=(1, 2), keepdims=True)).reshape(len(kernels), -1)
+    offsets = filters.astype(np.float64)
+    weights = (offsets / offsets.sum(axis=(1, 2), keepdims=True)).reshape(len(filters), -1)
     n = window[0] * window[1]
     low = np.zeros((len(weights), 1))
     high = np.ones((len(weights), 1))

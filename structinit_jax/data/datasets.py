@@ -55,7 +55,7 @@ def open_dataset(name: str, data_dir: Folder = None, channels: int | None = None
       InputError: The name is unknown, or the data set cannot be read.
     """
     # Shells do not expand `~` in `--flag=~/folder`.
-    data_dir = data_dir and os.path.expanduser(data_dir)
+    data_dir = os.path.expanduser(data_dir) if data_dir else None
     if name in OPENERS or is_reference(name):
         dataset = find(name, OPENERS, "name")(data_dir)
         require("name", name, "a function that returns a Dataset", isinstance(dataset, Dataset))

@@ -43,7 +43,7 @@ class FileRecords:
         return os.fsencode(path[self._start :].replace(os.sep, "/"))
 
 
-def title(name: str, root: Folder) -> str:
+def display_name(name: str, root: Folder) -> str:
     """Returns a data set's name for messages and titles; for 'folder', the name of the folder."""
     return os.path.basename(os.path.abspath(root or "")) if name == "folder" else name
 
@@ -102,7 +102,7 @@ def open_folder(root: Folder) -> Dataset:
 
     sizes = {split: sum(map(len, classes.values())) for split, classes in found.items()}
     info = DatasetInfo(len(found[first]), 3, sizes)
-    return Dataset(title("folder", root), info, list(found[first]), open_split, left_out)
+    return Dataset(display_name("folder", root), info, list(found[first]), open_split, left_out)
 
 
 def _find_classes(folder, left_out, deep):

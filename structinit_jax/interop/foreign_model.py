@@ -163,10 +163,10 @@ class ForeignModel:
         return new
 
     def require_assumptions(self) -> None:
-        """Raises `InputError` if the parameters show that a scheme could not set the model's maps.
+        """Raises `InputError` if parameters contradict the assumptions of `initialize`.
 
-        Such parameters are norms that have been trained, and any that change the maps except the
-        projections and the bias tables, which schemes set.
+        These are norms that have been trained, and parameters that change the maps, except the
+        projections and bias tables that schemes set.
         """
         layout = self.stack.layout
         known = set()

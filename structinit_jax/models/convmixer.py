@@ -159,7 +159,7 @@ class DepthwiseConv(nnx.Module):
     """
 
     def __init__(self, width: int, kernel_size: int, *, fixed: bool, dtype, rngs: nnx.Rngs):
-        init = layers.uniform(1 / kernel_size)
+        init = layers.uniform_init(1 / kernel_size)
         weight = FixedWeight if fixed else nnx.Param
         self.kernel = weight(init(rngs.params(), (kernel_size, kernel_size, width)))
         self.bias = weight(init(rngs.params(), (width,)))

@@ -42,7 +42,7 @@ def truncated_normal(rng, shape, dtype=jnp.float32, out_sharding=None):
     return draw_flat(functools.partial(draws.trunc_normal, std=0.02, dtype=dtype), rng, shape)
 
 
-def uniform(bound: float) -> nnx.Initializer:
+def uniform_init(bound: float) -> nnx.Initializer:
     """Returns PyTorch's default initializer for weights and biases; `bound` is fan_in^-1/2."""
 
     def init(rng, shape, dtype=jnp.float32, out_sharding=None):
@@ -53,7 +53,7 @@ def uniform(bound: float) -> nnx.Initializer:
 
 def pytorch_init(fan_in: int) -> dict[str, nnx.Initializer]:
     """Returns PyTorch's default `kernel_init` and `bias_init` of a Linear or Conv2d layer."""
-    init = uniform(fan_in**-0.5)
+    init = uniform_init(fan_in**-0.5)
     return dict(kernel_init=init, bias_init=init)
 
 
@@ -140,7 +140,7 @@ class PatchEmbedding(nnx.Module):
 
     def __init__(self, patch_size: int, channels: int, width: int, *, dtype, rngs: nnx.Rngs):
         shape = (patch_size, patch_size, channels, width)
-        init = uniform(math.prod(shape[:-1]) ** -0.5)
+        init = uniform_init(math.prod(shape[:-1]) ** -0.5)
         self.kernel = nnx.Param(init(rngs.params(), shape))
         self.bias = nnx.Param(init(rngs.params(), (width,)))
         self.dtype = dtype

@@ -1,1 +1,1 @@
-"""The training step and its state, checkpoints, metrics, devices and processes."""
+"""Training: the loop, the parts of a run, evaluation, checkpoints, devices and processes."""

@@ -16,6 +16,7 @@ from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from structinit_jax import augment
 from structinit_jax import config as config_lib
 from structinit_jax.data import datasets
 from structinit_jax.data.folder import split_folders
@@ -52,7 +53,7 @@ def open_data(config: ConfigDict) -> Dataset:
     config_lib.validate(config)
     data = config.data
     with prefixed("config.data: "):
-        dataset = datasets.open_dataset(data.name, data.data_dir or None, data.channels)
+        dataset = datasets.open_dataset(data.name, data.data_dir, data.channels)
     with prefixed("config.model."):
         check_classes(dataset.info, config.model.num_classes)
     return dataset
@@ -110,6 +111,18 @@ def make_crop(config: ConfigDict) -> CenterCrop | RandomCrop:
     if config.augment.crop == "resized":
         return RandomCrop(image_size, config.seed, config.augment.crop_scale)
     return CenterCrop(image_size)
+
+
+def make_augment(config: ConfigDict, mesh: Mesh) -> augment.Augment:
+    """Returns the augmentation of training batches that are sharded over a mesh."""
+    return augment.make_augment(
+        config.augment,
+        num_classes=config.model.num_classes,
+        mean=config.data.mean,
+        std=config.data.std,
+        label_smoothing=config.label_smoothing,
+        mesh=mesh,
+    )
 
 
 def data_bytes(config: ConfigDict, num_examples: int, num_eval_examples: int) -> int:

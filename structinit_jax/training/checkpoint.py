@@ -24,14 +24,14 @@ from jax.experimental import multihost_utils
 from structinit_jax.errors import InputError, require
 from structinit_jax.files import is_url
 from structinit_jax.training import checkpoint_files, distributed
-from structinit_jax.training.checkpoint_files import RUN, STATE, step_folders
+from structinit_jax.training.checkpoint_files import RUN_FILE, STATE, step_folders
 from structinit_jax.training.state import TrainState
 
 with epy.lazy_imports():  # takes 0.3 s, which a run spends at its first checkpoint
     import orbax.checkpoint as ocp
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_worth_showing(record: logging.LogRecord) -> bool:
     # At every checkpoint, Orbax warns that without OCDBT there is nothing to merge. It also logs
     # errors in its threads with tracebacks, although `Checkpoints.wait` raises them.
     raised = record.exc_info and "orbax" in record.pathname
@@ -47,7 +47,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: epath.PathLike, keep: int):
-        logging.getLogger("absl").addFilter(_is_news)
+        logging.getLogger("absl").addFilter(_is_worth_showing)
         self.directory = epath.Path(directory)
         self._keep = keep
         self._staged = is_url(directory)
@@ -76,7 +76,7 @@ class Checkpoints:
 
     def _is_damaged(self, folder):
         """Whether a checkpoint that is not intact was once finished."""
-        finished = (folder / RUN).exists()
+        finished = (folder / RUN_FILE).exists()
         if finished and self._staged:
             # A killed run can leave an upload that process 0 has finished, but others have not.
             finished = _has_indexes(folder, checkpoint_files.read_run(folder))
@@ -103,7 +103,8 @@ class Checkpoints:
                     f"{folder} has {STATE}/ next to files of another program: move the folder "
                     "elsewhere and run the same command again to resume"
                 )
-            (folder / RUN).unlink(missing_ok=True)  # left by a damaged checkpoint of the same step
+            # A damaged checkpoint of the same step may have left it.
+            (folder / RUN_FILE).unlink(missing_ok=True)
         checkpoint_files.index_path(folder, jax.process_index()).unlink(missing_ok=True)
         # On TPUs, and between processes, Orbax makes implicit transfers.
         with jax.transfer_guard("allow"), contextlib.ExitStack() as cleanup:
@@ -153,7 +154,7 @@ class Checkpoints:
                     checkpoint_files.copy(files, local, folder)
                 checkpoint_files.write_index(folder, process, run, files)
             if process == 0:
-                checkpoint_files.write_json(folder / RUN, run)
+                checkpoint_files.write_json(folder / RUN_FILE, run)
                 self._runs[run["step"]] = run
                 self._remove_old()
 
@@ -168,7 +169,7 @@ class Checkpoints:
         for step in set(finished).difference(finished[: self._keep], [best]):
             del self._runs[step]
             folder = self.directory / str(step)
-            (folder / RUN).unlink()  # first, so that the rest is not used
+            (folder / RUN_FILE).unlink()  # first, so that the rest is not used
             checkpoint_files.remove_unfinished(folder)
 
 
@@ -219,7 +220,7 @@ def restore(directory: epath.PathLike, step: int, abstract_state: TrainState) ->
             partial_restore=True,  # `expected` may lack parts
         )
         restored = handler.restore(path, args=args)
-    restored = jax.tree.map(_as_key_if, restored, {part: expected[part] for part in restored})
+    restored = jax.tree.map(_restore_key, restored, {part: expected[part] for part in restored})
     return TrainState(**dict.fromkeys(TrainState._fields) | restored)
 
 
@@ -263,7 +264,7 @@ def _on_disk(folder: epath.Path) -> Iterator[Path]:
         yield Path(copy) / STATE
 
 
-def _as_key_if(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+def _restore_key(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
     """Converts the numbers that Orbax restores to a random key if `like` is one."""
     if not jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
         return array

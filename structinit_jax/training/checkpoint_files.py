@@ -27,7 +27,7 @@ from structinit_jax.errors import InputError
 from structinit_jax.files import PARTIAL, is_url, read_file, write_atomically
 
 STATE = "state"
-RUN = "run.json"
+RUN_FILE = "run.json"
 VERSION = 2
 _PART = re.compile(rf"state(\.orbax-checkpoint-tmp.*)?|index_\d+\.json|run\.json|{PARTIAL}.*")
 _STEP = re.compile(r"[1-9][0-9]{0,8}")  # fits int32
@@ -46,7 +46,7 @@ def step_folders(directory: epath.PathLike) -> list[epath.Path]:
 
 def remove_unfinished(folder: epath.Path) -> bool:
     """Deletes a half-written or half-deleted checkpoint (no `run.json`); returns whether it did."""
-    unfinished = not (folder / RUN).exists() and folder.is_dir() and is_ours(folder)
+    unfinished = not (folder / RUN_FILE).exists() and folder.is_dir() and is_ours(folder)
     if unfinished:
         folder.rmtree()
     return unfinished
@@ -87,14 +87,14 @@ def read_run(folder: epath.Path) -> dict[str, Any]:
     'data_digest' (of the training split), 'accuracy' (None if the step was not evaluated) and
     'evaluation' (how the accuracy was measured).
     """
-    run = _read_json(folder / RUN)
+    run = _read_json(folder / RUN_FILE)
     if (version := run.get("version", 1)) != VERSION:
         raise OtherVersionError(
             f"{folder} has format version {version}, but this package reads version {VERSION}: "
             "use the package version that wrote it, or another workdir"
         )
     if str(run["step"]) != folder.name:
-        raise InputError(f"{RUN} belongs to step {run['step']}")
+        raise InputError(f"{RUN_FILE} belongs to step {run['step']}")
     return run
 
 
@@ -105,7 +105,7 @@ def read_indexes(folder: epath.Path, run: dict[str, Any]) -> dict[str, Any]:
         path = index_path(folder, process)
         index = _read_json(path)
         if index["run"] != _identity(run):
-            raise InputError(f"{path.name} belongs to another {RUN}")
+            raise InputError(f"{path.name} belongs to another {RUN_FILE}")
         for name in index["files"]:
             # An untrusted index could make `copy` write files elsewhere.
             if not name.startswith(f"{STATE}/") or ".." in name.split("/"):

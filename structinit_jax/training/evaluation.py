@@ -131,8 +131,8 @@ def restore_model(
 
     The number of devices (by default all) and `config.batch_size` can differ from training. Each
     copy of the weights is spread over gcd(`config.fsdp`, number of devices) devices. Raises
-    `InputError` if there is no such checkpoint, if the config does not fit it, or if a field that
-    decides the `level` has changed; see `training.workdir`.
+    `InputError` if there is no such checkpoint, if the config does not fit it, or if a field has
+    changed that `workdir.DECIDES` lists at or below `level`.
     """
     directory = open_path(workdir) / "checkpoints"
     number = checkpoint.find_step(directory, step)

@@ -101,8 +101,8 @@ def adamw(
     """AdamW (Loshchilov & Hutter 2019) as used in ViT recipes.
 
     Gradients are clipped by their global norm, and weight decay applies to the parameters that the
-    tree `decayed` marks with True. A `clip_norm` of 0 disables clipping but keeps its place in the
-    optimizer state, so that clipping can be enabled on resume.
+    tree `decayed` marks with True. A `clip_norm` of 0 disables clipping; the optimizer state has
+    the same structure either way, so clipping can be enabled on resume.
 
     Unlike custom optimizers (`by_layer`), it sees the layers of a stack in one array. The update is
     the same because, apart from clipping by the global norm, it is elementwise.

@@ -139,9 +139,9 @@ def make_initializer(config: ConfigDict, model: AbstractModel) -> jax.stages.Tra
         # Only some kinds of weights have reports and filters.
         reports = [w.report for w in stacks.values() if getattr(w, "report", None) is not None]
         filters = {
-            name: (w.filter_index, w.kernels)
+            name: (w.filter_index, w.filters)
             for name, w in stacks.items()
-            if getattr(w, "kernels", None) is not None
+            if getattr(w, "filters", None) is not None
         }
         return split_model(network)[1:], reports, filters
 

@@ -9,15 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh
 from jaxtyping import ArrayLike
 from ml_collections import ConfigDict
 
-from structinit_jax.augment import Augment, make_augment
 from structinit_jax.data.loader import Batch
 from structinit_jax.errors import find, require
 from structinit_jax.rngs import step_rngs
-from structinit_jax.training import sharding
+from structinit_jax.training import build, sharding
 from structinit_jax.training.state import AbstractModel, TrainState, split_model
 
 Metrics = dict[str, Any]
@@ -43,7 +41,7 @@ def make_train_step(
     Gradients and new weights stay sharded over the mesh.
     """
     mesh = model.mesh
-    augment = make_augmentation(config, mesh)
+    augment = build.make_augment(config, mesh)
     mixes = config.augment.mixup > 0 or config.augment.cutmix > 0
     ema_decay = config.ema_decay
     loss_function = find(config.loss, LOSSES, "config.loss")
@@ -73,18 +71,6 @@ def make_train_step(
         return TrainState(state.step + 1, params, model_state, opt_state, ema), metrics
 
     return train_step
-
-
-def make_augmentation(config: ConfigDict, mesh: Mesh) -> Augment:
-    """Returns the augmentation of training batches that are sharded over a mesh."""
-    return make_augment(
-        config.augment,
-        num_classes=config.model.num_classes,
-        mean=config.data.mean,
-        std=config.data.std,
-        label_smoothing=config.label_smoothing,
-        mesh=mesh,
-    )
 
 
 def _move_average(decay, average, value):

@@ -29,7 +29,7 @@ from structinit_jax.training import distributed
 LOCK = ".lock"
 COMPARISON = "compare.json"  # in the workdir of `structinit_jax.compare`, which holds run workdirs
 SCHEME = "attention_init."  # prefix of the fields in this section
-# What the value of a field decides; it then also decides everything that is listed below.
+# What a field affects. It then also affects everything with a larger number.
 WEIGHTS = 1  # what trained weights can be used for
 START = 2  # the initial weights
 RUN = 3  # which run it is
