@@ -24,6 +24,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from structinit_jax import command_line
+from structinit_jax import config as config_lib
 from structinit_jax.attention_init import AttentionInit
 from structinit_jax.config import make_attention_init
 from structinit_jax.data.images import CenterCrop
@@ -131,6 +132,7 @@ def sweep(
     """
     if config.augment.crop == "resized" or config.start_from or config.ema_decay:
         raise InputError("augment.crop='resized', start_from and ema_decay are not supported")
+    config_lib.validate(config)
     data = config.data
     size = data.image_size
     train_source, eval_source = build.open_splits(config, build.open_data(config))

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
 from structinit_jax import command_line
+from structinit_jax import config as config_lib
 from structinit_jax.command_line import FLAGS
 from structinit_jax.data.source import Dataset
 from structinit_jax.errors import printable
@@ -34,6 +35,7 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
     data set.
     """
     data = config.data
+    config_lib.validate(config)
     dataset = build.open_data(config)
     source = build.open_split(config, dataset, "train_split")
     build.make_schedule(config, len(source))  # raises `InputError` where training does

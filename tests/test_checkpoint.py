@@ -281,7 +281,7 @@ def test_arrays_are_restored_on_other_meshes(tmp_path):
     kernel = jnp.arange(2.0**16, dtype=jnp.bfloat16).reshape(256, 256)
     for fsdp in (1, 2, 4):
         state = TrainState(jnp.int32(fsdp), {"kernel": kernel}, {}, {"number": jnp.int32(7)})
-        placed = shard_params(make_mesh(fsdp), jax.eval_shape(lambda state=state: state), stacks=())
+        placed = shard_params(jax.eval_shape(lambda state=state: state), make_mesh(fsdp), stacks=())
         shardings = jax.tree.map(lambda leaf: leaf.sharding, placed)
         if fsdp > 1:
             restored = checkpoint.restore(tmp_path, fsdp // 2, placed)

@@ -125,13 +125,16 @@ def test_tables_need_a_clone(tmp_path, monkeypatch):
         settings.read_table("2024.2")
 
 
-def test_a_setting_that_cannot_be_trained_is_refused_before_the_first_run(tiny_config):
+def test_a_setting_that_cannot_be_trained_is_refused_before_the_first_run(tiny_config, tmp_path):
+    def start():
+        grid.run_grid({"x": tiny_config}, [0], tmp_path)
+
     tiny_config.loss = "hinge"
     with pytest.raises(InputError, match=r"^setting x: config\.loss="):
-        grid.describe_setting("x", tiny_config, {})
+        start()
     tiny_config.model.num_heads = 3
     with pytest.raises(InputError, match=r"^setting x: .*num_heads"):
-        grid.describe_setting("x", tiny_config, {})
+        start()
     tiny_config.attention_init = dict(name="impulse_2025")
     with pytest.raises(InputError, match=r"^setting x: config\.model\.positions='sincos'"):
-        grid.describe_setting("x", tiny_config, {})
+        start()

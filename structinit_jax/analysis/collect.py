@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, UInt8
 from ml_collections import ConfigDict
 
+from structinit_jax import config as config_lib
 from structinit_jax.analysis import measures
 from structinit_jax.attention_init import ConvSite, TokenMixingSite
 from structinit_jax.attention_init.sites import AttentionStack
@@ -56,6 +57,7 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
     The images are spread evenly over the split. Their number is `count`, or the size of the split
     if smaller, rounded down to a multiple of `BATCH_SIZE`; it must not be 0.
     """
+    config_lib.validate(config)
     data = config.data
     source = build.open_split(config, build.open_data(config), "train_split")
     whole = min(count, len(source)) // BATCH_SIZE * BATCH_SIZE

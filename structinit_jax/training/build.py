@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from structinit_jax import augment
-from structinit_jax import config as config_lib
 from structinit_jax.data import datasets
 from structinit_jax.data.folder import split_folders
 from structinit_jax.data.images import BadImageError, CenterCrop, RandomCrop
@@ -49,8 +48,7 @@ def require_outside_images(config: ConfigDict, workdir: epath.PathLike) -> None:
 
 
 def open_data(config: ConfigDict) -> Dataset:
-    """Checks a config and opens its data set, which must have as many classes as the model."""
-    config_lib.validate(config)
+    """Opens the data set of a config, which must have as many classes as the model."""
     data = config.data
     with prefixed("config.data: "):
         dataset = datasets.open_dataset(data.name, data.data_dir, data.channels)

@@ -168,6 +168,7 @@ def evaluate_checkpoint(
     results; see `write_by_class`. Raises `InputError` if there is no such checkpoint, if it does
     not fit the config, or if the data cannot be used or have different classes.
     """
+    config_lib.validate(config)
     dataset = build.open_data(config)
     model, state, trained_names = restore_model(config, workdir, step=step)
     names = dataset.class_names

@@ -62,7 +62,7 @@ def describe(mesh: Mesh) -> str:
 # -- placement of the state ------------------------------------------------------------------------
 
 
-def shard_params(mesh: Mesh, params: Any, stacks: Sequence[str]) -> Any:
+def shard_params(params: Any, mesh: Mesh, stacks: Sequence[str]) -> Any:
     """Adds a sharding over 'fsdp' to each `ShapeDtypeStruct` of a model's parameters.
 
     Arrays in the model's `stacks` have a leading layer axis and are sharded like those of a single
@@ -78,7 +78,7 @@ def shard_params(mesh: Mesh, params: Any, stacks: Sequence[str]) -> Any:
     return jax.tree_util.tree_map_with_path(place, params)
 
 
-def shard_opt_state(mesh: Mesh, opt_state: Any, params: Any, stacks: Sequence[str]) -> Any:
+def shard_opt_state(opt_state: Any, mesh: Mesh, params: Any, stacks: Sequence[str]) -> Any:
     """Adds a sharding over 'fsdp' to each `ShapeDtypeStruct` of an optimizer's state.
 
     Parts with the same structure as the parameters, such as the moments of AdamW, are sharded like
@@ -91,7 +91,7 @@ def shard_opt_state(mesh: Mesh, opt_state: Any, params: Any, stacks: Sequence[st
         return jax.tree.structure(tree) == structure
 
     def place(tree):
-        return shard_params(mesh, tree, stacks if is_like_params(tree) else ())
+        return shard_params(tree, mesh, stacks if is_like_params(tree) else ())
 
     return jax.tree.map(place, opt_state, is_leaf=is_like_params)
 

@@ -85,7 +85,7 @@ def abstract_model(
     decayed = jax.tree_util.tree_map_with_path(
         lambda path, _: model.decays([key.key for key in path]), params
     )
-    params = sharding.shard_params(mesh, params, stacks)
+    params = sharding.shard_params(params, mesh, stacks)
     everywhere = sharding.replicated(mesh)
     model_state = jax.tree.map(lambda leaf: leaf.update(sharding=everywhere), model_state)
     return AbstractModel(create, mesh, graphdef, params, model_state, stacks, decayed)
@@ -97,7 +97,7 @@ def abstract_state(
     """Returns the shapes, types and shardings of a model's training state."""
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(model.mesh))
     opt_state = jax.eval_shape(optimizer.init, model.params)
-    opt_state = sharding.shard_opt_state(model.mesh, opt_state, model.params, model.stacks)
+    opt_state = sharding.shard_opt_state(opt_state, model.mesh, model.params, model.stacks)
     averages = {"params": model.params, "model_state": model.model_state}
     ema = averages if with_averages else None
     return TrainState(step, model.params, model.model_state, opt_state, ema)

@@ -12,6 +12,7 @@ import numpy as np
 from etils import epy
 from ml_collections import ConfigDict
 
+from structinit_jax import config as config_lib
 from structinit_jax import files
 from structinit_jax.errors import StoppedError
 from structinit_jax.training import build, checkpoint, distributed, sharding
@@ -63,6 +64,7 @@ def train(
         on_exit.enter_context(files.report_full_disk(workdir))
 
         # -- Data and workdir ----------------------------------------------------------------------
+        config_lib.validate(config)
         with distributed.shared_errors():
             dataset = build.open_data(config)
             build.require_outside_images(config, workdir)
