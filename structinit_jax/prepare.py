@@ -121,10 +121,12 @@ def report(dataset: Dataset, num_checked: int) -> None:
         print(f"  left out: {', '.join(left_out)}")
     bad = 0
     for split, size in dataset.info.num_examples.items():
+        lines = ["no examples"]
         if size:
-            for line in describe_split(dataset.split(split), len(names), num_checked):
-                print(f"  {split}: {line}", flush=True)
-                bad += line.startswith("bad: ")
+            lines = describe_split(dataset.split(split), len(names), num_checked)
+        for line in lines:
+            print(f"  {split}: {line}", flush=True)
+            bad += line.startswith("bad: ")
     if bad:
         raise InputError(
             f"{bad} bad images or labels are listed above: fix them; to train without the images "

@@ -19,6 +19,7 @@ def test_the_report_names_classes_sizes_and_bad_images(tmp_path):
     (tmp_path / "train" / "dog" / "1.png").write_bytes(b"nothing")
     for name in (".0.png", "0.heic", "1.HEIC", os.fsdecode(b"2.\xff")):
         (tmp_path / "train" / "dog" / name).touch()
+    (tmp_path / "test" / "cat").mkdir(parents=True)
     arguments = ("--name=folder", f"--data_dir={tmp_path}", "--check=0")
     said = fork_main.run(*arguments, module=prepare.__name__, exit_code=2).stdout
     for line in (
@@ -28,6 +29,7 @@ def test_the_report_names_classes_sizes_and_bad_images(tmp_path):
         "train: 2 of 2 classes, with 2 to 3 of the checked examples each",
         "val: 10 to 10 pixels high, 20 to 22 wide",
         "val: pixels: mean (1.0, 0.0, 0.0), std (0.0, 0.0, 0.0)",
+        "test: no examples",
     ):
         assert f"{line}\n" in said
     assert said.count("bad: ") == 1

@@ -90,6 +90,15 @@ def test_images_are_files_bytes_or_pixels(tmp_path):
         source[0][0].decode()
 
 
+@pytest.mark.parametrize("field", ["image", "label"])
+def test_examples_without_an_image_or_a_label_are_named(field):
+    record = {"image": PIXELS, "label": 0}
+    del record[field]
+    dataset = Dataset.from_records("mine", {"train": [record]}, ["a"])
+    with pytest.raises(InputError, match=rf"^mine 'train', example 0 needs a field '{field}'"):
+        dataset.split("train")[0]
+
+
 @pytest.mark.parametrize("label", [2, -1, "a", 0.5])
 def test_labels_that_are_no_classes_are_named(label):
     source = source_of([PIXELS] * 2, [np.int64(1), label], ["a", "b"], name="mine")

@@ -130,8 +130,11 @@ class ImageSource:
             records = read_many(wanted) if read_many else map(part.__getitem__, wanted)
             for place, record in zip(wanted, records, strict=True):
                 name = f"{self.name}, example {place}"
-                stored = record["image"]
-                label = record["label"]
+                try:
+                    stored = record["image"]
+                    label = record["label"]
+                except KeyError as error:
+                    raise InputError(f"{name} needs a field {error}") from error
                 if isinstance(stored, str | os.PathLike):
                     name += f" ({os.fspath(stored)})"
                 try:
