@@ -68,11 +68,10 @@ def impulse(
 
     The bias of the patch embedding gives all tokens a common vector with as many entries +1 as -1.
     The query and key weights map this vector to each head's q and k; on all other input they act
-    like the model's `base_init`. Solving for the coefficients
-    gives maps close to the targets at a low norm, which content disturbs least. The phases of k are
-    random and independent for each head. In the first layer, tokens without content put the target
-    mass on their target; content reduces it. If `half`, heads in the second half of the layers
-    attend to similar tokens.
+    like the model's `base_init`. Solving for the coefficients gives maps close to the targets at a
+    low norm, which content disturbs least. The phases of k are random and independent for each
+    head. In the first layer, tokens without content put the target mass on their target; content
+    reduces it. If `half`, heads in the second half of the layers attend to similar tokens.
     """
     placed = place_filters(site.grid, kernel_size, filters, dilation)
     targets = filter_maps(placed, site.grid)

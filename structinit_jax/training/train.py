@@ -77,8 +77,6 @@ def train(
         mesh = build.make_mesh(config)
         schedule = build.make_schedule(config, len(train_source))
         model = build.make_model(config, mesh)
-        with distributed.shared_errors():
-            initializer = state_lib.make_initializer(config, model)
         optimizer = build.make_optimizer(config, schedule.learning_rate, model)
         abstract_state = state_lib.abstract_state(model, optimizer, config.ema_decay > 0)
         step_function = make_train_step(config, model, optimizer, schedule.learning_rate)
@@ -97,6 +95,8 @@ def train(
         if start_step:
             saved = checkpoint.read_run(checkpoints.directory, start_step)
             workdir_lib.check_resume(saved, record, config, schedule.num_steps, place)
+        with distributed.shared_errors():  # a host may lack the file of `config.start_from`
+            initializer = None if start_step else state_lib.make_initializer(config, model)
 
         # -- Training step -------------------------------------------------------------------------
         # Compiled ahead of time, so that a batch or state of an unexpected shape raises an error
