@@ -20,6 +20,7 @@ Files written to the --out directory:
 
 `analysis.measures` defines the measures. In Swin, they describe the maps within windows. ConvMixer
 has no maps, so the map files are not written; its measure is the stable rank of each layer's input.
+MLP-Mixer is not supported.
 """
 
 import json

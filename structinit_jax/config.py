@@ -364,6 +364,12 @@ def _explain(path: str) -> Iterator[None]:
 CODE_FIELDS = ("model.name", "data.name", "attention_init.name", "loss", "optimizer")
 
 
+def own_code(config: ConfigDict) -> list[str]:
+    """Returns the fields of a config that name Python code to import."""
+    values = flatten_dict(config.to_dict(), sep=".")
+    return [field for field in CODE_FIELDS if is_reference(values.get(field, ""))]
+
+
 def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
     """Reads the config of a run from the `config.json` of its output directory.
 
@@ -375,7 +381,7 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
         # ConfigDict refuses keys with dots, which flatten_dict would confuse with nested fields.
         fields = ConfigDict(read_json(path))
         values = flatten_dict(fields.to_dict(), sep=".")
-        code = [field for field in CODE_FIELDS if is_reference(values.get(field, ""))]
+        code = own_code(fields)
         if trust or not code:
             config = base_config(fields.model.name)
             # Options depend on the scheme, so the default scheme's are not kept.

@@ -18,7 +18,7 @@ from structinit_jax import command_line
 from structinit_jax import config as config_lib
 from structinit_jax.command_line import FLAGS
 from structinit_jax.data.source import Dataset
-from structinit_jax.errors import printable
+from structinit_jax.errors import printable, require
 from structinit_jax.rngs import step_rngs
 from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
@@ -38,7 +38,8 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
     config_lib.validate(config)
     dataset = build.open_data(config)
     source = build.open_split(config, dataset, "train_split")
-    build.make_schedule(config, len(source))  # raises `InputError` where training does
+    last = build.make_schedule(config, len(source)).num_steps
+    require("--step", step, f"at most {last}, the last step", step <= last)
     mesh = make_mesh(devices=jax.local_devices()[:1])  # A batch of any size fits one device.
     batch = next(build.train_batches(config, source, mesh, step - 1, step, in_memory=False))
     augment = jax.jit(build.make_augment(config, mesh))

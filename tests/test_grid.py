@@ -111,7 +111,10 @@ def test_settings_keep_the_baseline_of_their_last_command(start, tmp_path):
     start(["default", "impulse"], [0])
     assert baselines() == dict(default="default", impulse="default")
     start(["mimetic", "impulse"], [0])
-    assert baselines() == dict(default="default", impulse="mimetic", mimetic="mimetic")
+    expected = dict(default="default", impulse="mimetic", mimetic="mimetic")
+    assert baselines() == expected
+    start(["impulse"], [0])  # A command with one scheme changes no baseline.
+    assert baselines() == expected
     info = json.loads((tmp_path / COMPARISON).read_text())
     (tmp_path / COMPARISON).write_text(json.dumps(info | {"machine": "1 × TPU"}))
     row = dict(baseline="other", published="50.10", note="a note of the row")

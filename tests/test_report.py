@@ -12,7 +12,7 @@ from structinit_jax.training.workdir import COMPARISON
 
 FACTS = {
     **{"num_steps": 12, "steps_per_epoch": 6, "baseline": "default", "published": "", "note": ""},
-    **{"config": {"model": {"name": "vit"}, "batch_size": 64}, "data": {}},
+    **{"config": {"model": {"name": "vit"}, "batch_size": 64}, "num_examples": 390},
 }
 DATA = {"name": "digits", "train_split": "train", "eval_split": "test"}
 FACTS["config"]["data"] = DATA
@@ -56,7 +56,7 @@ def test_intervals_are_those_of_scipy(tmp_path):
     info, runs = record(tmp_path, curves, {"mimetic": {"baseline": "impulse"}})
     text = report.markdown(info, runs)
     assert "| +11.00 [+8.52, +13.48] vs. default |" in text
-    assert text.count("vit on 384 examples of digits train, 2 epochs, evaluated on test\n") == 1
+    assert text.count("\nvit on 390 examples of digits train, 2 epochs, evaluated on test\n") == 1
 
 
 def test_one_seed_is_compared_without_an_interval(tmp_path):
@@ -69,11 +69,32 @@ def test_one_seed_is_compared_without_an_interval(tmp_path):
     assert runs["impulse"][0].curve == {12: 0.8}  # not the accuracy of training batches
     text = report.markdown(info, runs)
     assert "| impulse | 1 of 1 | 80.00 | +5.00 (one seed) |" in text
-    assert "| seeds | test accuracy, % |" in text
+    assert "| seeds | accuracy, % |" in text  # on two splits
+    for name, split in (("default", "test"), ("impulse", "train")):
+        assert (
+            f"\n{name}: vit on 390 examples of digits train, 2 epochs, evaluated on {split}\n"
+            in text
+        )
     assert "With one seed there is no interval" in text
     first, second = csv.DictReader(report.csv_of(runs).splitlines())
     assert (first["epoch"], first["accuracy"]) == ("2.0", "0.75")
     assert (second["epoch"], second["accuracy"]) == ("2.0", "0.8")
+
+
+def test_fields_that_no_name_shows_are_listed(tmp_path):
+    scheme = {"name": "impulse", "target_mass": 0.5}
+    changes = {
+        "default": {"learning_rate": 0.001, "seed": 0},
+        "impulse": {"learning_rate": 0.001, "seed": 1, "attention_init": scheme},
+        "default,learning_rate=0.1": {"learning_rate": 0.1},
+        "mimetic": {"learning_rate": 0.01},
+    }
+    facts = {name: {"config": FACTS["config"] | change} for name, change in changes.items()}
+    info, runs = record(tmp_path, {name: {0: {12: 0.5}} for name in changes}, facts)
+    text = report.markdown(info, runs)
+    fields = "- attention_init.target_mass: 0.5 (impulse)\n"
+    fields += "- learning_rate: 0.001 (default; impulse), 0.01 (mimetic)\n\n"
+    assert f"\n\nOther fields:\n\n{fields}" in text
 
 
 def test_curves_are_those_of_finished_runs(tmp_path):

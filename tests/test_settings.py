@@ -12,6 +12,10 @@ with open(settings.PAPERS) as file:
     TABLES = list(dict.fromkeys(row["table"] for row in csv.DictReader(file)))
 
 
+def find_baselines(configs):
+    return settings.find_baselines({name: config.to_dict() for name, config in configs.items()})
+
+
 def test_settings_have_readable_names_and_the_options_of_their_scheme(tiny_config):
     axes = settings.parse_axes(["model.depth=1,2", "attention_init.dilation=2"])
     schemes = ["default", "mimetic", "impulse"]
@@ -25,7 +29,7 @@ def test_settings_have_readable_names_and_the_options_of_their_scheme(tiny_confi
     assert configs["impulse,attention_init.dilation=2,model.depth=1"].attention_init.dilation == 2
     # A baseline has the same depth.
     expected = {name: f"default,model.depth={name[-1]}" for name in configs}
-    assert settings.find_baselines(configs) == expected
+    assert find_baselines(configs) == expected
 
 
 def test_a_setting_is_never_compared_with_one_of_other_fields(tiny_config):
@@ -35,12 +39,17 @@ def test_a_setting_is_never_compared_with_one_of_other_fields(tiny_config):
             configs[name] = tiny_config.copy_and_resolve_references()
             configs[name].attention_init.name = scheme
             configs[name].model.depth = depth
-        return settings.find_baselines(configs)
+        return find_baselines(configs)
 
     found = baselines(a=("default", 1), b=("default", 2), c=("impulse", 2), d=("impulse", 3))
     assert found == dict(a="a", b="b", c="b", d=None)
     # The first of several with the same scheme and fields.
     assert set(baselines(a=("default", 1), b=("default", 1), c=("impulse", 1)).values()) == {"a"}
+    # Options that both schemes have are the same, if possible.
+    axes = {"attention_init.value_scale": ["0.5", "2.0"]}
+    for schemes, scale in ((["default", "mimetic"], "2.0"), (["default", "impulse"], "0.5")):
+        found = find_baselines(settings.expand(tiny_config, schemes, axes))
+        assert list(found.values())[-1] == f"default,attention_init.value_scale={scale}"
     # With a single scheme, no field has to agree.
     assert baselines(a=("default", 1), b=("default", 2)) == dict(a="a", b="a")
 

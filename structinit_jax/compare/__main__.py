@@ -4,9 +4,10 @@ r"""Compares initializations, or any other config fields, over several seeds.
         --schemes=default,mimetic,impulse --seeds=3
 
 Trains every setting with the seeds config.seed, config.seed + 1, …, prints a line for each run and
-each evaluation, and writes results.csv, report.md and curves.png to the workdir. Any field can be
-an axis: --grid=model.num_heads=3,6. The first scheme of a command is the baseline of its settings;
-if all have the same scheme, the first setting is the baseline.
+each evaluation, and writes results.csv, report.md and curves.png to the workdir. Any other field
+can be an axis: --grid=model.num_heads=3,6. The first scheme of a command is the baseline of its
+settings; if all have the same scheme, the first setting is the baseline. A later command with a
+single scheme changes no baseline.
 
 Run the same command again to resume after Ctrl-C or to retry failed runs; with more schemes, values
 or seeds, it trains only what is missing. To train on another device (CUDA_VISIBLE_DEVICES) or core

@@ -44,7 +44,7 @@ def run_grid(
       workdir: Output directory. Each run has its own workdir, `SETTING/seed_K`.
       rows: Row of each setting in a table of the papers: its 'baseline', trained or not, and the
         'published' accuracy and 'note' that the report shows. By default, `find_baselines` chooses
-        the baselines.
+        the baselines; if all settings have the same scheme, those of earlier settings are kept.
 
     Raises:
       InputError: A setting cannot be trained, or the workdir holds a conflicting comparison or
@@ -58,18 +58,13 @@ def run_grid(
     workdir = workdir_lib.prepare_workdir(workdir)
     needs = "the directory of a comparison, not that of a run"
     require("workdir", str(workdir), needs, not (workdir / "config.json").exists())
-    rows = rows or {
-        name: {"baseline": baseline, "published": "", "note": ""}
-        for name, baseline in find_baselines(settings).items()
-    }
     new = {}
     splits = {}
     for name, config in settings.items():
-        row = {column: rows[name][column] for column in ("baseline", "published", "note")}
-        new[name] = describe_setting(name, config, splits) | row | {"seeds": list(seeds)}
+        new[name] = describe_setting(name, config, splits) | {"seeds": list(seeds)}
     with files.report_full_disk(workdir):
         with workdir_lib.lock_workdir(workdir):
-            info = _merge(workdir, new, settings)
+            info = _merge(workdir, new, settings, rows)
             machines = dict.fromkeys([*info["machine"].split("\n\n"), _describe_machine()])
             info["machine"] = "\n\n".join(filter(None, machines))
             files.write_atomically(
@@ -109,21 +104,24 @@ def describe_setting(
     return {
         "config": json.loads(config.to_json()),
         "data": digests,
+        "num_examples": num_examples,
         "num_steps": schedule.num_steps,
         "steps_per_epoch": schedule.steps_per_epoch,
     }
 
 
-def _merge(workdir, new, settings):
+def _merge(workdir, new, settings, rows):
     """Merges settings and seeds with those of earlier commands; the two must agree."""
     info: dict[str, Any] = {"settings": {}, "machine": ""}
     if (workdir / workdir_lib.COMPARISON).exists():
         info = files.read_json(workdir / workdir_lib.COMPARISON)
     old = info["settings"]
     for name, facts in new.items():
-        earlier = old.values()
+        # Other folders may hold different data of the same name.
+        folder = facts["config"]["data"]["data_dir"]
+        earlier = [each for each in old.values() if each["config"]["data"]["data_dir"] == folder]
         if name in old:
-            earlier = [old[name]]  # other settings may read different data of the same name
+            earlier = [old[name]]
             place = f"the setting {name} in {workdir}"
             config = settings[name].copy_and_resolve_references()
             config.seed = old[name]["config"]["seed"]  # each run has its own
@@ -141,7 +139,23 @@ def _merge(workdir, new, settings):
                     f"--workdir={workdir} holds results for other images, labels or classes of "
                     f"{data}: restore the old data, or use another --workdir"
                 )
+    for name, row in (rows or _find_rows(old, new)).items():
+        new[name] |= {column: row[column] for column in ("baseline", "published", "note")}
     return info | {"settings": old | new}
+
+
+def _find_rows(old, new):
+    """Returns the baselines of a command's settings, in the form of rows of a table.
+
+    A command with a single scheme adds to the comparison, and changes no baseline.
+    """
+    configs = {name: facts["config"] for name, facts in new.items()}
+    kept = {}
+    if len({config["attention_init"]["name"] for config in configs.values()}) == 1:
+        configs = {name: facts["config"] for name, facts in old.items()} | configs
+        kept = {name: facts["baseline"] for name, facts in old.items()}
+    baselines = find_baselines(configs) | kept
+    return {name: {"baseline": baselines[name], "published": "", "note": ""} for name in new}
 
 
 def _describe_machine() -> str:

@@ -7,12 +7,14 @@ these files, so it can be written again at any time.
 """
 
 import itertools
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flax.traverse_util import flatten_dict
 from matplotlib.figure import Figure
 from scipy import special
 
@@ -93,9 +95,9 @@ def read_comparison(workdir: Path) -> tuple[dict[str, Any], Runs]:
 
 
 def _metric(runs: Runs) -> str:
-    """Returns the label for accuracies, which names the split of the first setting."""
-    first, *_ = runs.values()
-    return f"{first[0].split} accuracy, %"
+    """Returns the label for accuracies, which names their split if all have the same."""
+    splits = {run.split for group in runs.values() for run in group}
+    return f"{splits.pop()} accuracy, %" if len(splits) == 1 else "accuracy, %"
 
 
 def _accuracies(runs: Iterable[SeedRun]) -> dict[int, float]:
@@ -117,10 +119,11 @@ def markdown(info: Mapping[str, Any], runs: Runs) -> str:
         interval = "With one seed there is no interval: a difference may be due to chance."
     parts = [
         "# Comparison",
-        *dict.fromkeys(map(_describe, info["settings"].values())),
+        *_descriptions(info["settings"]),
         _table(_summary(info, runs)),
         "Accuracy after the last epoch in percent: mean ± standard deviation over seeds. "
         + interval,
+        *_other_fields(info["settings"]),
         *(f"{name}: {fact['note']}" for name, fact in info["settings"].items() if fact["note"]),
         f"![Accuracy by epoch]({CURVES})",
     ]
@@ -131,15 +134,37 @@ def markdown(info: Mapping[str, Any], runs: Runs) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _describe(facts) -> str:
-    """Describes what the runs of a setting train on, and for how long."""
-    data = facts["config"]["data"]
-    epochs = facts["num_steps"] / facts["steps_per_epoch"]
-    examples = round(facts["steps_per_epoch"] * facts["config"]["batch_size"])
-    return (
-        f"{facts['config']['model']['name']} on {examples:,} examples of {data['name']} "
-        f"{data['train_split']}, {epochs:.4g} epochs, evaluated on {data['eval_split']}"
-    )
+def _descriptions(settings) -> list[str]:
+    """Describes what settings train on, and for how long."""
+    names = {}
+    for name, facts in settings.items():
+        data = facts["config"]["data"]
+        epochs = facts["num_steps"] / facts["steps_per_epoch"]
+        text = (
+            f"{facts['config']['model']['name']} on {facts['num_examples']:,} examples of "
+            f"{data['name']} {data['train_split']}, {epochs:.4g} epochs, evaluated on "
+            f"{data['eval_split']}"
+        )
+        names.setdefault(text, []).append(name)
+    if len(names) == 1:
+        return list(names)
+    return [f"{'; '.join(group)}: {text}" for text, group in names.items()]
+
+
+def _other_fields(settings) -> list[str]:
+    """Lists the fields in which settings differ, and their options, that no name shows."""
+    configs = {name: flatten_dict(facts["config"], sep=".") for name, facts in settings.items()}
+    lines = []
+    for field in sorted(set().union(*configs.values()) - {"seed", "attention_init.name"}):
+        names = {}
+        for name, config in configs.items():
+            if field in config and f"{field}=" not in name:
+                names.setdefault(json.dumps(config[field]), []).append(name)
+        is_option = names and field.startswith("attention_init.")
+        if not field.startswith("data.") and (len(names) > 1 or is_option):
+            values = (f"{value} ({'; '.join(group)})" for value, group in names.items())
+            lines.append(f"- {field}: {', '.join(values)}")
+    return ["\n".join(["Other fields:\n", *lines])] if lines else []
 
 
 def _table(rows: list[list[str]]) -> str:

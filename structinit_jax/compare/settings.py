@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -73,21 +74,29 @@ def parse_axes(flags: Iterable[str]) -> dict[str, list[str]]:
     return axes
 
 
-def find_baselines(settings: Mapping[str, ConfigDict]) -> dict[str, str | None]:
+def find_baselines(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, str | None]:
     """Returns the baseline of each setting, by name; None if there is none.
 
-    The baseline of a setting has the scheme of the first setting, and the setting's own values for
-    all fields except `attention_init`. If all settings have the same scheme, the first setting is
-    the baseline of all.
+    `configs` are those of the settings, as plain dicts. The baseline of a setting has the scheme of
+    the first setting, and the setting's own values for all fields except `attention_init` and
+    `seed`; if there are several, the first that also has the same options. If all settings have the
+    same scheme, the first setting is the baseline of all.
     """
-    fields = {name: config.to_dict() for name, config in settings.items()}
-    schemes = {name: values.pop("attention_init")["name"] for name, values in fields.items()}
+    fields = {name: dict(config, seed=None) for name, config in configs.items()}
+    options = {name: dict(values.pop("attention_init")) for name, values in fields.items()}
+    schemes = {name: values.pop("name") for name, values in options.items()}
     first = next(iter(schemes))
     candidates = [name for name, scheme in schemes.items() if scheme == schemes[first]]
     if len(candidates) == len(schemes):
         return dict.fromkeys(schemes, first)
-    same = {name: [c for c in candidates if fields[c] == fields[name]] for name in fields}
-    return {name: found[0] if found else None for name, found in same.items()}
+
+    def find(name):
+        same = [c for c in candidates if fields[c] == fields[name]]
+        own = options[name]
+        matching = [c for c in same if all(own.get(k, v) == v for k, v in options[c].items())]
+        return next(iter(matching + same), None)
+
+    return {name: find(name) for name in schemes}
 
 
 # -- tables of the papers --------------------------------------------------------------------------

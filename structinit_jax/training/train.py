@@ -185,7 +185,7 @@ def train(
             if saves or step % config.log_every_steps == 0:
                 steps = jax.device_get(pending)
                 pending.clear()
-                _check_finite(steps, checkpoints)
+                _check_finite(steps, checkpoints, config)
                 values = average(steps) | progress.measure(step)
                 log.write(step, values)
                 progress.show(step, values)
@@ -226,19 +226,20 @@ def train(
         return results
 
 
-def _check_finite(steps, checkpoints):
+def _check_finite(steps, checkpoints, config):
     """Raises `StoppedError` for the first step after which the state is not finite."""
     for step, values in steps.items():
         if values["finite"]:
             continue
         checkpoints.wait_for_all()
+        trust = " --trust_workdir" if config_lib.own_code(config) else ""
         raise StoppedError(
             f"after step {step} the state is not finite (loss {values['loss']}, gradient norm "
             f"{values['gradient_norm']}, learning rate {values['learning_rate']}). Training stops; "
             "the checkpoints are not affected.\n"
             f"To see the images of this step, run python -m structinit_jax.show --step={step} "
-            f"--workdir={checkpoints.directory.parent}. The same command resumes from step "
-            f"{checkpoints.latest_step or 0} and repeats the step: lower config.learning_rate or "
-            "set config.clip_norm",
+            f"--workdir={checkpoints.directory.parent}{trust}. The training command resumes from "
+            f"step {checkpoints.latest_step or 0} and repeats the step: lower config.learning_rate "
+            "or set config.clip_norm",
             exit_code=NOT_FINITE_EXIT_CODE,
         )
