@@ -169,7 +169,7 @@ def require(name: str, value: Any, needs: str, holds: Any) -> None:
     """Raises `InputError`, 'NAME=VALUE must be NEEDS', unless the condition `holds` is true."""
     if not holds:
         shape = getattr(value, "shape", ())  # NumPy's scalars have the shape ().
-        text = f"array of shape {tuple(shape)}" if shape else repr(value)
+        text = f"array of shape {shape}" if shape and isinstance(shape, tuple) else repr(value)
         text = text if len(text) <= 200 else f"{text[:200]}…"
         raise InputError(f"{name}={text} must be {needs}")
 

@@ -60,6 +60,13 @@ def test_the_product_of_value_and_projection_is_near_minus_the_identity():
     assert len(np.unique(channels, axis=0)) == LAYERS
 
 
+@pytest.mark.parametrize("heads", [6, 7])
+def test_more_heads_do_not_make_the_product_larger(heads):
+    value, out = draws.value_and_projection(RNG, dataclasses.replace(SITE, num_heads=heads))
+    product = np.einsum("LDhd,LhdE->LDE", value, out)
+    np.testing.assert_allclose(np.trace(product, axis1=1, axis2=2) / WIDTH, -0.4, rtol=0.05)
+
+
 def test_mimetic_weights_are_the_programs_factors_as_stored_by_pytorch():
     weights = si.mimetic()(RNG, dataclasses.replace(SITE, num_heads=1, head_dim=WIDTH))
     qk = np.einsum("LDhd,LEhd->LDE", weights.query, weights.key)

@@ -17,7 +17,8 @@ def test_vit_pytorch():
     """The norms are inside attention and MLP, and SimpleViT does not store its positions."""
     params = state_dict("simple_vit")
     given = dict(num_heads=4, positions=sincos_positions((6, 6), 32))
-    site = site_of(params, **given)
+    with pytest.warns(UserWarning, match=r"to_patch_embedding\.3\.weight normalizes the patches"):
+        site = site_of(params, **given)
     assert (site.num_layers, site.grid, site.positions_trainable) == (2, (6, 6), False)
     params["transformer.layers.0.0.norm.weight"] += 1
     with pytest.raises(InputError, match=r"0\.norm\.weight is not 1"):
@@ -131,6 +132,22 @@ def test_a_linear_layer_is_no_position_table():
     assert site_of(params | square, num_heads=4).grid == (6, 6)
     with pytest.raises(InputError, match=r"^positions: .* no position table"):
         site_of(params | square | {"pos_proj.bias": np.ones(36, np.float32)}, num_heads=4)
+
+
+def test_a_table_can_have_a_row_that_the_model_drops():
+    params = changed(pos_embed=np.ones((1, 17, WIDTH), np.float32))
+    del params["cls_token"]
+    with pytest.raises(InputError, match=r"^grid=None must be .* has 17 rows, at most 0 of them"):
+        site_of(params, num_heads=HEADS)
+    weights = AttentionWeights(positions=np.zeros((16, WIDTH)))
+    new = write(params, weights, num_heads=HEADS, grid=(4, 4))
+    assert new["pos_embed"].any(axis=-1).tolist() == [[True] + 16 * [False]]
+
+
+def test_partitioned_parameters_are_refused():
+    params = {name: np.zeros(0, np.float32) for name in state_dict("timm")}
+    with pytest.raises(InputError, match=r"proj\.weight has shape \(0,\), as if .* partitioned"):
+        site_of(params, num_heads=HEADS)
 
 
 def test_a_sequence_of_tokens_is_a_grid_of_one_row():

@@ -23,7 +23,7 @@ def to_numpy(leaf):
     return np.array(leaf)
 
 
-@pytest.mark.filterwarnings("ignore:.* if it is an RMSNorm")
+@pytest.mark.filterwarnings("ignore:.* (if it is an RMSNorm|normalizes the patches)")
 @pytest.mark.parametrize("name", foreign.MODELS)
 def test_write_then_read_returns_the_weights_and_changes_nothing_else(name):
     params = foreign.MODELS[name]()
@@ -97,6 +97,7 @@ PATCHES = {  # the patch embedding
 }
 
 
+@pytest.mark.filterwarnings("ignore:.* normalizes the patches")
 @pytest.mark.parametrize("name", PATCHES)
 def test_a_patch_bias_replaces_that_of_the_patch_embedding(name):
     params, bias = foreign.MODELS[name](), f"{PATCHES[name]}.bias"

@@ -3,6 +3,7 @@ import inspect
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import structinit_jax as si
 from structinit_jax.attention_init.sites import check_weights, draw_stacks
@@ -30,5 +31,6 @@ def test_weights_that_a_site_cannot_use_are_refused():
 def test_a_scheme_is_a_function_of_rng_and_site(scheme):
     with pytest.raises(InputError, match=r"^attention_init="):
         inspect.unwrap(draw_stacks)(scheme, [], jax.random.key(0))  # as initialize and models do
-    with pytest.raises(InputError, match=r"^rng=0 must be a random key"):
-        inspect.unwrap(draw_stacks)(si.impulse(), [], 0)
+    for rng in (0, nnx.Rngs(0), np.zeros(2, np.uint32), jax.random.split(jax.random.key(0))):
+        with pytest.raises(InputError, match=r"(?s)^rng=.* must be a single random key"):
+            inspect.unwrap(draw_stacks)(si.impulse(), [], rng)

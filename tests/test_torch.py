@@ -24,6 +24,21 @@ def test_tensors_of_all_dtypes_become_what_arrays_become():
         assert torch.equal(tensors["pos_embed"], torch.from_numpy(arrays["pos_embed"]).to(dtype))
 
 
+def test_other_tensors_stay_what_they_are():
+    arrays = dict(reversed(state_dict("timm").items()))
+    tensors = {k: torch.nn.Parameter(torch.from_numpy(array)) for k, array in arrays.items()}
+    new = initialize(tensors, normal_scheme, jax.random.key(0), num_heads=3)
+    assert list(new) == list(tensors)
+    assert new["norm.weight"] is tensors["norm.weight"]
+
+
+def test_a_sharded_tensor_is_refused():
+    tensors = {name: torch.from_numpy(array) for name, array in state_dict("timm").items()}
+    tensors["norm.weight"].full_tensor = None  # as a DTensor
+    with pytest.raises(InputError, match=r"DTensor.* before fully_shard"):
+        initialize(tensors, normal_scheme, jax.random.key(0), num_heads=3)
+
+
 def test_tensors_without_values_are_refused():
     tensors = {name: torch.from_numpy(a).to("meta") for name, a in state_dict("timm").items()}
     with pytest.raises(InputError, match=r"qkv\.weight has type Tensor"):

@@ -163,8 +163,9 @@ def value_and_projection(
 ) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
     """Returns V = c (I - U / 2) Π and Proj = -c Πᵀ (I - U' / 2), so V Proj ≈ -0.4 (I - noise).
 
-    c² = 0.4, U and U' are uniform noise as in `mimetic`, and the permutation Π distributes the
-    channels over the heads: some are left out or used twice unless h d = D.
+    U and U' are uniform noise as in `mimetic`, and the permutation Π distributes the channels over
+    the heads. c² = 0.4, or 0.4 D / (h d) if h d > D, where channels are used several times; if
+    h d < D, some are left out.
     """
     layers = sizes.num_layers
     width = sizes.width
@@ -179,7 +180,8 @@ def value_and_projection(
     draw = functools.partial(jax.random.bits, dtype="uint16")
     bits = draw_flat(draw, noise_rng, (2, *identity.shape))
     half_noise = bound * ((bits.astype(jnp.float32) + 0.5) / 2**16 - 0.5)
-    value, out = 0.4**0.5 * (identity[None] - half_noise)
+    scale = (0.4 * min(1, width / inner)) ** 0.5
+    value, out = scale * (identity[None] - half_noise)
     shape = (layers, *heads, width)
     return jnp.moveaxis(value.reshape(shape), -1, 1), -out.reshape(shape)
 

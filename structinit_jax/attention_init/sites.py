@@ -29,6 +29,10 @@ GRID = Check(
     lambda x: isinstance(x, tuple) and len(x) == 2 and all(map(is_count, x)),
 )
 Grid = Annotated[tuple[int, int], GRID]
+KEY = Check(
+    "a single random key, such as jax.random.key(0)",
+    lambda x: isinstance(x, jax.Array) and jax.eval_shape(jax.random.bits, x).shape == (),
+)
 
 
 class _Site:
@@ -276,7 +280,7 @@ def draw_stacks(scheme: AttentionInit, sites: Sequence[Site], rng: jax.Array) ->
             f"attention_init={getattr(scheme, '__name__', repr(scheme))} must be a function of "
             "(rng, site): call the scheme, as in impulse()"
         ) from error
-    require("rng", rng, "a random key, such as jax.random.key(0)", isinstance(rng, jax.Array))
+    KEY.require("rng", rng)
     rngs = [rng] if len(sites) == 1 else jax.random.split(rng, len(sites))
     weights = []
     for stack_rng, site in zip(rngs, sites, strict=True):

@@ -33,6 +33,7 @@ _EXTRA_TOKENS = (
 _RELATIVE = r"(?:.*[._])?(?:rel_pos|relative_pos|relative_att|position_bias|attention_bias).*"
 _WORDS = r"(?:.*\.)?(?:token_embedding|word_embeddings|embed_tokens|wte)(?:\..*)?"
 _ROTARY = r"(?:.*[._])?(?:rope|rotary|freqs).*"
+_PATCH_NORM = r"(?i:(?:.*\.)?[^.]*patch.*\.(?:weight|scale|gamma))"
 _BIAS_TABLE = "relative_position_bias_table"  # of Swin and BEiT
 _LAYER_SCALE = r"(?:.*\.)?((ls_?1|layer_?scale_?1)\.\w+|(gamma|lambda)_?1|scale1)"
 _UNSUPPORTED = {  # by a part of a name
@@ -88,6 +89,8 @@ class ForeignModel:
         query, _, _, out = layout.weights(attentions[0])
         name = out if layout.torch else query
         shape = self.leaves[name].shape
+        if len(shape) < 2 or 0 in shape:
+            raise unsupported(name, f"has shape {shape}, as if parameters were partitioned")
         self.num_layers = shape[0] if self.stack.stacked else len(attentions)
         shown = None  # number of heads that the parameters show
         if not layout.torch:
@@ -199,6 +202,13 @@ class ForeignModel:
             module, _, leaf = name.rpartition(".")
             if leaf in biases and f"{module}.{biases[leaf]}" not in self.leaves:
                 return module
+        return None
+
+    def patch_norm(self) -> str | None:
+        """Returns the name of a norm after the patch embedding, or None if no name suggests any."""
+        for name in self._names(_PATCH_NORM):
+            if np.shape(self.leaves[name]) == (self.width,):
+                return name
         return None
 
     def rotary_positions(self) -> str | None:
@@ -345,13 +355,14 @@ def _split_rows(name, rows, extra, grid):
     """
     if grid is not None:
         found = [(rows - math.prod(grid), grid)]
-        found = found if 0 <= found[0][0] <= extra else []
+        # Some models drop a row of their table, such as ViTDet in Hugging Face.
+        found = found if 0 <= found[0][0] <= max(extra, 1) else []
     else:
         squares = {n: square_grid(rows - n) for n in sorted({0, min(1, extra), extra})}
         found = [(n, side) for n, side in squares.items() if side is not None]
     needs = (
         f"(rows, cols) of the image tokens: {name} has {rows} rows, at most {extra} of them for "
-        "class and register tokens; or pass positions"
+        "class and register tokens"
     )
     require("grid", grid, needs, len(found) == 1)
     return found[0]

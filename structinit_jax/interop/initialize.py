@@ -141,6 +141,11 @@ def _find_site(
         if table is None and positions is None:
             raise InputError(message)
         warn(f"{message}; without them, the maps differ from the scheme's")
+    if norm := model.patch_norm():
+        warn(
+            f"params: {norm} normalizes the patches, so image content outweighs the positions, and "
+            "the maps are weaker than the scheme's: measure them"
+        )
     if norm := model.norm_without_bias():
         warn(
             f"params: {norm} has no bias: if it is an RMSNorm, which keeps the mean, the maps are "

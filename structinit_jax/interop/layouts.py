@@ -33,6 +33,11 @@ def as_array(leaf: Any) -> Any:
     """Converts a torch tensor to NumPy, which has no bfloat16: 8- and 16-bit floats to float32."""
     if not is_tensor(leaf) or leaf.is_meta:
         return leaf
+    if hasattr(leaf, "full_tensor"):
+        raise InputError(
+            "params hold a DTensor, which is sharded: call initialize before fully_shard, or pass "
+            "torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True"
+        )
     leaf = leaf.detach().cpu()
     return (leaf.float() if leaf.is_floating_point() and leaf.itemsize < 4 else leaf).numpy()
 
@@ -95,15 +100,20 @@ def flatten(params: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
     flat, treedef = jax.tree_util.tree_flatten_with_path(params)
     given = {_name(path): leaf for path, leaf in flat}
     tensors = {name: leaf for name, leaf in given.items() if is_tensor(leaf)}
-    leaves = given | {name: as_array(tensor) for name, tensor in tensors.items()}
+    arrays = {name: as_array(tensor) for name, tensor in tensors.items()}
 
     def rebuild(new):
         # New values get the dtype and device of the tensor that they replace.
         for name, tensor in tensors.items():
-            new[name] = sys.modules["torch"].from_numpy(new[name]).to(tensor)
-        return treedef.unflatten(new.values())
+            if new[name] is arrays[name]:
+                new[name] = tensor
+            else:
+                new[name] = sys.modules["torch"].from_numpy(new[name]).to(tensor)
+        result = treedef.unflatten(new.values())
+        # JAX sorts the keys of dicts.
+        return {key: result[key] for key in params} if type(params) is dict else result
 
-    return leaves, rebuild
+    return given | arrays, rebuild
 
 
 def _name(path) -> str:

@@ -203,7 +203,7 @@ def train(
                     checkpoints.save(step, state, record | {"accuracy": accuracy})
             if evaluates and on_evaluation:
                 with progress.wait("evaluation"), jax.transfer_guard("allow"):
-                    ends = on_evaluation(step, results)
+                    ends = on_evaluation(step, dict(results))
                 if isinstance(ends, bool | np.bool_) and ends:  # a logger may return a count
                     break
             if stops:
