@@ -49,6 +49,11 @@ def test_crops_and_flips_are_those_of_the_positions_in_the_stream_and_of_the_ste
     np.testing.assert_array_equal(images, flipped.round())
 
 
+def test_a_step_that_the_run_does_not_reach_is_refused(tiny_config):
+    with pytest.raises(InputError, match=r"^--step=13 must be at most 12, the last step"):
+        show.training_batch(tiny_config, 13)
+
+
 def test_a_batch_of_a_run_needs_no_config_but_a_file_that_can_be_written(finished_run, tmp_path):
     arguments = [f"--workdir={finished_run.workdir}", "--step=9", f"--out={tmp_path}/new/"]
     result = fork_main.run(*arguments, module=show.__name__)
