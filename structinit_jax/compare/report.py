@@ -208,7 +208,7 @@ def _difference(baselines, runs, setting) -> str:
         half = half_interval(differences)
         text = f"{mean:+.2f} [{mean - half:+.2f}, {mean + half:+.2f}]"
     text += f" ({pairs} common seeds)" if 1 < pairs < len(runs[setting]) else ""
-    return f"{text} vs. {baseline}" if len({*baselines.values()}) > 1 else text
+    return f"{text} vs. {baseline}" if len({*baselines.values()} - {None}) > 1 else text
 
 
 def half_interval(values: Sequence[float]) -> float:
