@@ -19,7 +19,14 @@ from structinit_jax import config as config_lib
 from structinit_jax.compare import report
 from structinit_jax.compare.settings import find_baselines
 from structinit_jax.data.source import digest
-from structinit_jax.errors import InputError, StoppedError, prefixed, printable, require
+from structinit_jax.errors import (
+    InputError,
+    InUseError,
+    StoppedError,
+    prefixed,
+    printable,
+    require,
+)
 from structinit_jax.training import build, distributed
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.metrics import format_duration
@@ -182,7 +189,7 @@ def _train_all(workdir, info, settings, seeds) -> int:
         with contextlib.ExitStack() as locked:
             try:
                 locked.enter_context(workdir_lib.lock_workdir(workdir / name))
-            except InputError:
+            except InUseError:
                 print(f"{name}: another process is training this setting", flush=True)
                 continue
             for number, seed in enumerate(seeds, start=done * len(seeds) + 1):

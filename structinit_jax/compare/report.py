@@ -134,21 +134,27 @@ def markdown(info: Mapping[str, Any], runs: Runs) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _group(values: Mapping[str, str]) -> dict[str, str]:
+    """Returns the names of the settings that have each value, as text."""
+    groups: dict[str, list[str]] = {}
+    for name, value in values.items():
+        groups.setdefault(value, []).append(name)
+    return {value: "; ".join(names) for value, names in groups.items()}
+
+
 def _descriptions(settings) -> list[str]:
     """Describes what settings train on, and for how long."""
-    names = {}
+    texts = {}
     for name, facts in settings.items():
         data = facts["config"]["data"]
         epochs = facts["num_steps"] / facts["steps_per_epoch"]
-        text = (
+        texts[name] = (
             f"{facts['config']['model']['name']} on {facts['num_examples']:,} examples of "
             f"{data['name']} {data['train_split']}, {epochs:.4g} epochs, evaluated on "
             f"{data['eval_split']}"
         )
-        names.setdefault(text, []).append(name)
-    if len(names) == 1:
-        return list(names)
-    return [f"{'; '.join(group)}: {text}" for text, group in names.items()]
+    groups = _group(texts)
+    return list(groups) if len(groups) == 1 else [f"{n}: {text}" for text, n in groups.items()]
 
 
 def _other_fields(settings) -> list[str]:
@@ -156,14 +162,15 @@ def _other_fields(settings) -> list[str]:
     configs = {name: flatten_dict(facts["config"], sep=".") for name, facts in settings.items()}
     lines = []
     for field in sorted(set().union(*configs.values()) - {"seed", "attention_init.name"}):
-        names = {}
-        for name, config in configs.items():
-            if field in config and f"{field}=" not in name:
-                names.setdefault(json.dumps(config[field]), []).append(name)
-        is_option = names and field.startswith("attention_init.")
-        if not field.startswith("data.") and (len(names) > 1 or is_option):
-            values = (f"{value} ({'; '.join(group)})" for value, group in names.items())
-            lines.append(f"- {field}: {', '.join(values)}")
+        unnamed = {
+            name: json.dumps(config[field])
+            for name, config in configs.items()
+            if field in config and f"{field}=" not in name
+        }
+        groups = _group(unnamed)
+        is_option = groups and field.startswith("attention_init.")
+        if not field.startswith("data.") and (len(groups) > 1 or is_option):
+            lines.append(f"- {field}: {', '.join(f'{v} ({names})' for v, names in groups.items())}")
     return ["\n".join(["Other fields:\n", *lines])] if lines else []
 
 

@@ -206,10 +206,8 @@ class ForeignModel:
 
     def patch_norm(self) -> str | None:
         """Returns the name of a norm after the patch embedding, or None if no name suggests any."""
-        for name in self._names(_PATCH_NORM):
-            if np.shape(self.leaves[name]) == (self.width,):
-                return name
-        return None
+        found = self._names(_PATCH_NORM)
+        return next((x for x in found if np.shape(self.leaves[x]) == (self.width,)), None)
 
     def rotary_positions(self) -> str | None:
         """Returns the name of a parameter of rotary positions, or None if no name suggests any."""

@@ -142,17 +142,21 @@ def _gather_block(mesh, block):
 
 
 def _gather(weight, mesh):
-    """Gathers a sharded weight on every device, and shards its gradient like the weight.
+    """Gathers a weight on every device, and shards the gradient of a sharded one like the weight.
 
     Without `custom_vjp`, every device would get the whole gradient first, twice as many bytes.
     """
-    sharded = NamedSharding(mesh, _weight_spec(weight.shape, mesh))
+    everywhere = functools.partial(jax.lax.with_sharding_constraint, shardings=replicated(mesh))
+    spec = _weight_spec(weight.shape, mesh)
+    if spec == PartitionSpec():
+        return everywhere(weight)
+    sharded = NamedSharding(mesh, spec)
     shard = functools.partial(jax.lax.with_sharding_constraint, shardings=sharded)
 
     @jax.custom_vjp
     def gather(weight):
         # Without the sharded constraint first, XLA would keep the full copy for the gradient.
-        return jax.lax.with_sharding_constraint(shard(weight), replicated(mesh))
+        return everywhere(shard(weight))
 
     gather.defvjp(lambda weight: (gather(weight), None), lambda _, grad: (shard(grad),))
     return gather(weight)
