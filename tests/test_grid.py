@@ -152,7 +152,7 @@ def test_a_damaged_or_lost_record_is_named(start, tmp_path):
         start(["default"], [0])
 
 
-def test_other_images_of_the_same_names_are_refused(start, monkeypatch):
+def test_other_images_of_the_same_names_are_refused(start, tiny_config, monkeypatch):
     def digest_of(train="12", test="12"):  # for the two settings
         digests = {384: itertools.cycle(train), 90: itertools.cycle(test)}
         monkeypatch.setattr(grid, "digest", lambda source, class_names: next(digests[len(source)]))
@@ -169,6 +169,13 @@ def test_other_images_of_the_same_names_are_refused(start, monkeypatch):
     digest_of("21", "21")  # as if the folders were swapped
     with pytest.raises(InputError, match="classes of digits"):
         start(["default"], [1], axes=axes)
+    digest_of("4", "4")
+    assert len(start(["default"], [0], axes={"data.data_dir": ["/third"]})[1]) == 1
+    moved = tiny_config.copy_and_resolve_references()
+    moved.data.data_dir = "/fourth"
+    digest_of("5", "5")
+    with pytest.raises(InputError, match="classes of digits"):
+        start(["mimetic"], [0], config=moved)
 
 
 def test_a_run_that_was_killed_before_its_last_checkpoint_is_not_done(start, tmp_path):

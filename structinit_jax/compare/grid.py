@@ -124,9 +124,10 @@ def _merge(workdir, new, settings, rows):
         info = files.read_json(workdir / workdir_lib.COMPARISON)
     old = info["settings"]
     for name, facts in new.items():
-        # Other folders may hold different data of the same name.
-        folder = facts["config"]["data"]["data_dir"]
-        earlier = [each for each in old.values() if each["config"]["data"]["data_dir"] == folder]
+        earlier = old.values()
+        if "data.data_dir=" in name:  # other folders may hold different data of the same name
+            folder = facts["config"]["data"]["data_dir"]
+            earlier = [other for other in earlier if other["config"]["data"]["data_dir"] == folder]
         if name in old:
             earlier = [old[name]]
             place = f"the setting {name} in {workdir}"
