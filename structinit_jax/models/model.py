@@ -125,9 +125,10 @@ class Model(nnx.Module):
         """Computes the logits of normalized images, and intermediates by name.
 
         Logits are float32 for every dtype, because the loss exponentiates them. `rng` is the random
-        key for drop path in training, None in evaluation. `with_maps` adds attention maps, whose
-        memory grows with the square of the number of tokens. Analysis of a stack requires 'output'
-        and 'attention_maps', with a layer axis, in the intermediate 'blocks'.
+        key for drop path in training, None in evaluation; `model.train()` has no effect.
+        `with_maps` adds attention maps, whose memory grows with the square of the number of tokens.
+        Analysis of a stack requires 'output' and 'attention_maps', with a layer axis, in the
+        intermediate 'blocks'.
         """
         raise NotImplementedError
 
