@@ -124,6 +124,8 @@ class Model(nnx.Module):
     ) -> tuple[Float[Array, "B classes"], dict[str, Any]]:
         """Computes the logits of normalized images, and intermediates by name.
 
+        Call it under `jit`: outside, every call compiles the stacks again.
+
         Logits are float32 for every dtype, because the loss exponentiates them. `rng` is the random
         key for drop path in training, None in evaluation; `model.train()` has no effect.
         `with_maps` adds attention maps, whose memory grows with the square of the number of tokens.
