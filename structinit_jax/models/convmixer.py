@@ -15,15 +15,7 @@ from structinit_jax.attention_init import AttentionInit, ConvSite, ConvWeights
 from structinit_jax.errors import Fraction, PositiveInt, checked
 from structinit_jax.models import layers
 from structinit_jax.models.layers import BaseInit, Rng
-from structinit_jax.models.model import (
-    Dtype,
-    ImageSize,
-    Model,
-    Remat,
-    make_stack,
-    run_stack,
-    token_grid,
-)
+from structinit_jax.models.model import Dtype, ImageSize, Model, Remat, make_stack, run_stack
 
 _IMAGENET = dict(image_size=224, depth=20, kernel_size=9)
 
@@ -79,7 +71,7 @@ class ConvMixer(Model):
         rngs: nnx.Rngs,
     ):
         del base_init  # timm keeps PyTorch's defaults here.
-        token_grid(image_size, patch_size)  # Raises unless patches fill the image.
+        layers.token_grid(image_size, patch_size)  # Raises unless patches fill the image.
         self.depth = depth
         self.drop_path = drop_path
         self.remat = remat

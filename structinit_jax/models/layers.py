@@ -6,7 +6,7 @@ the computation; parameters are float32 and drawn from the `params` stream of `r
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import jax
@@ -129,6 +129,21 @@ def dot_general(x: Array, kernel: Array, dimension_numbers, **options) -> Array:
     product_with_gradient = jax.custom_vjp(product)
     product_with_gradient.defvjp(lambda *operands: (product(*operands), operands), backward)
     return product_with_gradient(x, kernel)
+
+
+def image_sides(image_size: int | Sequence[int]) -> tuple[int, int]:
+    """Returns an image size as (height, width); a single number means both."""
+    sides = (image_size,) * 2 if np.ndim(image_size) == 0 else tuple(image_size)
+    require("image_size", image_size, "one number, or (height, width)", len(sides) == 2)
+    return sides
+
+
+def token_grid(image_size: int | Sequence[int], patch_size: int) -> tuple[int, int]:
+    """Returns (rows, cols) of the patch grid; raises `InputError` if it does not fill the image."""
+    sides = image_sides(image_size)
+    needs = f"a multiple of patch_size={patch_size}"
+    require("image_size", image_size, needs, not any(side % patch_size for side in sides))
+    return sides[0] // patch_size, sides[1] // patch_size
 
 
 class PatchEmbedding(nnx.Module):

@@ -15,15 +15,7 @@ from structinit_jax.attention_init import AttentionInit, TokenMixingSite, TokenM
 from structinit_jax.errors import Fraction, PositiveFloat, PositiveInt, checked
 from structinit_jax.models import layers
 from structinit_jax.models.layers import BaseInit, Rng
-from structinit_jax.models.model import (
-    Dtype,
-    ImageSize,
-    Model,
-    Remat,
-    make_stack,
-    run_stack,
-    token_grid,
-)
+from structinit_jax.models.model import Dtype, ImageSize, Model, Remat, make_stack, run_stack
 
 
 class MlpMixer(Model):
@@ -69,7 +61,7 @@ class MlpMixer(Model):
         attention_init: AttentionInit | None = None,
         rngs: nnx.Rngs,
     ):
-        self.grid = token_grid(image_size, patch_size)
+        self.grid = layers.token_grid(image_size, patch_size)
         self.width = width
         self.depth = depth
         self.drop_path = drop_path

@@ -15,19 +15,13 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from structinit_jax.attention_init import (
-    AttentionInit,
-    AttentionWeights,
-    Site,
-    Weights,
-)
+from structinit_jax.attention_init import AttentionInit, AttentionWeights, Site, Weights
 from structinit_jax.attention_init.sites import check_shape, draw_stacks
-from structinit_jax.errors import PositiveInt, require
+from structinit_jax.errors import PositiveInt
 from structinit_jax.models.layers import RESIDUAL, Rng, StackedBlock, set_weight
 
 _KEEP_LINEAR = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -290,18 +284,3 @@ def run_stack(
 
 def _row_major(x):
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-
-
-def image_sides(image_size: int | Sequence[int]) -> tuple[int, int]:
-    """Returns an image size as (height, width); a single number means both."""
-    sides = (image_size,) * 2 if np.ndim(image_size) == 0 else tuple(image_size)
-    require("image_size", image_size, "one number, or (height, width)", len(sides) == 2)
-    return sides
-
-
-def token_grid(image_size: int | Sequence[int], patch_size: int) -> tuple[int, int]:
-    """Returns (rows, cols) of the patch grid; raises `InputError` if it does not fill the image."""
-    sides = image_sides(image_size)
-    needs = f"a multiple of patch_size={patch_size}"
-    require("image_size", image_size, needs, not any(side % patch_size for side in sides))
-    return sides[0] // patch_size, sides[1] // patch_size

@@ -16,15 +16,7 @@ from structinit_jax.attention_init import AttentionInit, WindowSite
 from structinit_jax.errors import Fraction, PositiveFloat, PositiveInt, checked, require
 from structinit_jax.models import layers
 from structinit_jax.models.layers import BASE_INITS, BaseInit, Rng
-from structinit_jax.models.model import (
-    Dtype,
-    ImageSize,
-    Model,
-    Remat,
-    image_sides,
-    make_stack,
-    run_stack,
-)
+from structinit_jax.models.model import Dtype, ImageSize, Model, Remat, make_stack, run_stack
 from structinit_jax.models.transformer import Block
 
 Sides = tuple[int, int]
@@ -87,7 +79,7 @@ class SwinTransformer(Model):
         needs = f"one number for each of one or more stages, like depths={depths}"
         require("num_heads", num_heads, needs, 0 < len(num_heads) == len(depths))
         self.patch_size = patch_size
-        self.grid = tuple(side // patch_size for side in image_sides(image_size))
+        self.grid = tuple(side // patch_size for side in layers.image_sides(image_size))
         needs = f"at least patch_size={patch_size}"
         require("image_size", image_size, needs, min(self.grid) > 0)
         self.depths = tuple(depths)  # a list in JSON configs

@@ -9,26 +9,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from structinit_jax.attention_init import (
-    AttentionInit,
-    AttentionSite,
-    RotarySite,
-    rotary_angles,
-    sincos_positions,
-)
+from structinit_jax.attention_init import AttentionInit, AttentionSite, RotarySite
+from structinit_jax.attention_init.positions import sincos_positions
+from structinit_jax.attention_init.rotary import rotary_angles
 from structinit_jax.attention_init.sites import AttentionStack
 from structinit_jax.errors import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, checked
 from structinit_jax.models import layers
 from structinit_jax.models.layers import BASE_INITS, BaseInit, Rng
-from structinit_jax.models.model import (
-    Dtype,
-    ImageSize,
-    Model,
-    Remat,
-    make_stack,
-    run_stack,
-    token_grid,
-)
+from structinit_jax.models.model import Dtype, ImageSize, Model, Remat, make_stack, run_stack
 from structinit_jax.models.transformer import Block
 
 
@@ -99,7 +87,7 @@ class VisionTransformer(Model):
         attention_init: AttentionInit | None = None,
         rngs: nnx.Rngs,
     ):
-        self.grid = token_grid(image_size, patch_size)
+        self.grid = layers.token_grid(image_size, patch_size)
         self.width = width
         self.depth = depth
         self.num_heads = num_heads
