@@ -136,11 +136,7 @@ class MixerBlock(layers.StackedBlock):
         self.mlp = layers.Mlp(width, hidden, init=init, **options)
 
     def __call__(
-        self,
-        x: Float[Array, "B N D"],
-        *,
-        drop_path_rate: Float[Array, ""] | None,
-        rng: Rng = None,
+        self, x: Float[Array, "B N D"], *, drop_path_rate: Float[Array, ""] | None, rng: Rng = None
     ) -> tuple[Float[Array, "B N D"], dict[str, Array]]:
         """Returns the output and the intermediates by name."""
         token_rng, mlp_rng = (None, None) if rng is None else jax.random.split(rng)

@@ -7,7 +7,6 @@ leading layer axis.
 
 from __future__ import annotations  # so that signatures show the names of checked types
 
-import functools
 import inspect
 import operator
 from collections.abc import Mapping, Sequence
@@ -153,25 +152,23 @@ class Model(nnx.Module):
         `InputError` if the scheme does not fit the model.
         """
         sites = self.sites()
-        drawn = draw_stacks(scheme, list(sites.values()), rng)
-        weights = dict(zip(sites, drawn, strict=True))
-        for name, of_stack in weights.items():
-            if isinstance(of_stack, AttentionWeights):
-                self._set_positions(sites[name], of_stack)
-                if of_stack.patch_bias is not None:
-                    set_weight(self.patch_embedding.bias, "patch_bias", of_stack.patch_bias)
-            functools.reduce(getattr, name.split("/"), self).set_weights(of_stack)
-        return weights
+        drawn = dict(zip(sites, draw_stacks(scheme, list(sites.values()), rng), strict=True))
+        for path, weights in drawn.items():
+            if isinstance(weights, AttentionWeights):
+                self._set_embedding(sites[path], weights)
+            operator.attrgetter(path.replace("/", "."))(self).set_weights(weights)
+        return drawn
 
-    def _set_positions(self, site: Site, weights: AttentionWeights) -> None:
-        positions = weights.positions
-        scale = weights.position_scale
-        if positions is not None:
-            check_shape("positions", positions, (site.num_tokens, site.width))
+    def _set_embedding(self, site: Site, weights: AttentionWeights) -> None:
+        if weights.positions is not None:
+            check_shape("positions", weights.positions, (site.num_tokens, site.width))
             # The position of a class token comes first and is kept.
-            self.positions[...] = self.positions[...].at[-len(positions) :].set(positions)
-        if scale is not None:
-            self.positions[...] = scale * self.positions[...]
+            image_tokens = self.positions[...].at[-site.num_tokens :]
+            self.positions[...] = image_tokens.set(weights.positions)
+        if weights.position_scale is not None:
+            self.positions[...] = weights.position_scale * self.positions[...]
+        if weights.patch_bias is not None:
+            set_weight(self.patch_embedding.bias, "patch_bias", weights.patch_bias)
 
 
 class _RngStream(nnx.RngStream):
