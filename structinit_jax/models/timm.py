@@ -49,10 +49,8 @@ def to_timm(model: nnx.Module) -> dict[str, np.ndarray]:
     """
     entries = _entries(model)
     ours = {path: np.asarray(array) for path, array in _arrays_by_path(model).items()}
-    trained = {
-        entry.name: np.asarray(np.concatenate(entry.views(ours)), order="C") for entry in entries
-    }
-    return trained | _computed(model)
+    weights = {e.name: np.ascontiguousarray(np.concatenate(e.views(ours))) for e in entries}
+    return weights | _computed(model)
 
 
 def from_timm(model: nnx.Module, state_dict: StateDict) -> None:
@@ -99,11 +97,6 @@ def _arrays_by_path(model: nnx.Module) -> dict[str, Any]:
 
 def _read_names(state_dict: StateDict) -> dict[str, Any]:
     """Returns the weights by timm's names, without buffers and wrapper prefixes."""
-    if not isinstance(state_dict, Mapping):
-        raise InputError(
-            f"state_dict is a {type(state_dict).__name__}: pass a dict of arrays by timm's names, "
-            "such as the state_dict() of a torch module or to_timm(model)"
-        )
     wrappers = r"^(?:(?:module|_orig_mod)\.)+|(?<=\.)_orig_mod\."  # DataParallel, `torch.compile`
     return {
         re.sub(wrappers, "", name): as_array(leaf)
@@ -113,14 +106,12 @@ def _read_names(state_dict: StateDict) -> dict[str, Any]:
 
 
 def _check_names(missing: Collection[str], unexpected: Collection[str]) -> None:
-    """Raises `InputError` if any names are only in the model or only in the state dict."""
-    problems = {"state_dict has no": missing, "the model has no place for": unexpected}
-    for problem, names in problems.items():
-        if names:
-            raise InputError(
-                f"{problem} {', '.join(sorted(names)[:5])}: use weights of the same family, pool "
-                "and depth; select_weights also accepts the weights of a deeper model"
-            )
+    if missing or unexpected:
+        problem = "state_dict has no" if missing else "the model has no place for"
+        raise InputError(
+            f"{problem} {', '.join(sorted(missing or unexpected)[:5])}: use weights of the same "
+            "family, pool and depth; select_weights also accepts the weights of a deeper model"
+        )
 
 
 # -- entries ---------------------------------------------------------------------------------------
@@ -370,8 +361,8 @@ def select_weights(teacher: StateDict, student: nnx.Module) -> nnx.Module:
     elif "pos_embed" in large:
         large["pos_embed"] = _fit_positions(large["pos_embed"], student)
     selected = {
-        name: _select(name, np.asarray(large[name]), array.shape)
-        for name, array in small.items()
+        name: _select(name, np.asarray(large[name]), small[name].shape)
+        for name in small
         if name not in computed
     }
     model = nnx.clone(student)
