@@ -63,21 +63,15 @@ def impulse(
         z, basis = solve.full_row_space(layer_norm(jnp.asarray(positions)))
     else:
         z, basis = solve.row_space(layer_norm(np.asarray(positions)))
-    options = HIGH_RANK_SOLVE if is_learned or basis.shape[1] > MAX_SMOOTH_RANK else {}
-    sizes = site.sizes  # which jit can hash
+    sizes = site.sizes
+    # Static arguments of jit are hashed, and JAX scalars are not hashable.
+    options = dict(head_dim=sizes.head_dim, qk_scale=sizes.qk_scale, target_mass=float(target_mass))
+    if is_learned or basis.shape[1] > MAX_SMOOTH_RANK:
+        options |= HIGH_RANK_SOLVE
     start = solve.start_factors(z, targets, sizes.head_dim)
+    norm = solve.start_norm(sizes.head_dim, sizes.qk_scale, sizes.width)
     rows, targets = solve.sample_rows(targets)
-    *factors, report = solve.solve(
-        start,
-        z,
-        targets,
-        solve.start_norm(sizes.head_dim, sizes.qk_scale, sizes.width),
-        rows=rows,
-        head_dim=sizes.head_dim,
-        qk_scale=sizes.qk_scale,
-        target_mass=float(target_mass),  # jit hashes it, and JAX scalars are not hashable
-        **options,
-    )
+    *factors, report = solve.solve(start, z, targets, norm, rows=rows, **options)
     num_impulse = -(-site.num_layers // 2) if half else site.num_layers
     weights = _draw_weights(rng, factors, basis, sizes=sizes, num_impulse=num_impulse)
     return weights._replace(report=report, filters=placed, **new_positions)

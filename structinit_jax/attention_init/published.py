@@ -55,17 +55,8 @@ def impulse_2024(
     filter_index = jax.random.randint(offset_rng, (num_solved, site.num_heads), 0, len(targets))
     names = [first_input] + [following_input] * (num_solved - 1)
     input_rngs = jax.random.split(input_rng, num_solved)
-    inputs = [
-        draw_pseudo_input(layer_rng, name, positions)
-        for layer_rng, name in zip(input_rngs, names, strict=True)
-    ]
-    solve = functools.partial(
-        _solve_2024,
-        head_dim=site.head_dim,
-        qk_scale=site.sizes.qk_scale,
-        max_steps=max_steps,
-        rescale=rescale,
-    )
+    inputs = [draw_pseudo_input(*each, positions) for each in zip(input_rngs, names, strict=True)]
+    solve = functools.partial(_solve_2024, sizes=site.sizes, max_steps=max_steps, rescale=rescale)
     query, key, reports = jax.vmap(solve)(
         jax.random.split(solve_rng, num_solved), jnp.stack(inputs), targets[filter_index]
     )
@@ -98,14 +89,13 @@ def draw_pseudo_input(
     return noise + positions if name.startswith("positions+") else noise
 
 
-@functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale", "max_steps", "rescale"))
-def _solve_2024(rng, pseudo_input, targets, *, head_dim, **options):
+@functools.partial(jax.jit, static_argnames=("sizes", "max_steps", "rescale"))
+def _solve_2024(rng, pseudo_input, targets, *, sizes, **options):
     """Solves one layer: `optimize_2024` from a random start."""
-    heads = len(targets)
-    width = pseudo_input.shape[1]
-    bound = (head_dim * heads) ** -0.5
-    start = uniform(rng, (2, heads, width, head_dim), bound=bound)
-    return optimize_2024(tuple(start), pseudo_input, targets, **options)
+    heads = sizes.num_heads
+    bound = (sizes.head_dim * heads) ** -0.5
+    start = uniform(rng, (2, heads, sizes.width, sizes.head_dim), bound=bound)
+    return optimize_2024(tuple(start), pseudo_input, targets, qk_scale=sizes.qk_scale, **options)
 
 
 def optimize_2024(
@@ -179,17 +169,9 @@ def impulse_2025(
     # A single row or column of tokens has three offsets.
     order = np.resize([i for i in CENTER_FIRST if i < len(targets)], site.num_heads)
     filter_index = jnp.asarray(np.tile(order, (site.num_layers, 1)), jnp.int32)
-    query, key, report = _solve_2025(
-        noise_rng,
-        layer_norm(jnp.asarray(positions), PSEUDO_INPUT_EPSILON),
-        targets,
-        filter_index,
-        target_scale,
-        target_noise,
-        head_dim=site.head_dim,
-        qk_scale=site.sizes.qk_scale,
-        norm=query_key_norm,
-    )
+    x = layer_norm(jnp.asarray(positions), PSEUDO_INPUT_EPSILON)
+    scales = (target_scale, target_noise, query_key_norm)
+    query, key, report = _solve_2025(noise_rng, x, targets, filter_index, scales, sizes=site.sizes)
     return AttentionWeights(
         query,
         key,
@@ -201,18 +183,16 @@ def impulse_2025(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale"))
-def _solve_2025(
-    rng, x, targets, filter_index, target_scale, target_noise, *, head_dim, qk_scale, norm
-):
+@functools.partial(jax.jit, static_argnames="sizes")
+def _solve_2025(rng, x, targets, filter_index, scales, *, sizes):
     """Returns Q and K [L, D, h, d] and a report; each head's target is targets[filter_index]."""
-    layers, heads = filter_index.shape
+    target_scale, target_noise, norm = scales
 
     def solve_head(rng, target):
         noise = trunc_normal(rng, target.shape, std=0.6)
         logits = target_scale * target + target_noise * jnp.where(target == 0, noise, 0)
-        query, key = (norm * factor for factor in factor_logits(x, logits, head_dim))
-        maps = jax.nn.softmax(qk_scale * (x @ query) @ (x @ key).T, axis=-1)
+        query, key = (norm * factor for factor in factor_logits(x, logits, sizes.head_dim))
+        maps = jax.nn.softmax(sizes.qk_scale * (x @ query) @ (x @ key).T, axis=-1)
         return query, key, report_on_maps(target[None], maps[None])
 
     # One head at a time: the N × N logits of all heads of a large model would not fit into memory.
@@ -220,7 +200,8 @@ def _solve_2025(
         lambda head: solve_head(head[0], targets[head[1]]),
         (jax.random.split(rng, filter_index.size), filter_index.ravel()),
     )
-    query, key = (jnp.moveaxis(f.reshape(layers, heads, *f.shape[1:]), 1, 2) for f in (query, key))
+    heads = filter_index.shape
+    query, key = (jnp.moveaxis(f.reshape(*heads, *f.shape[1:]), 1, 2) for f in (query, key))
     return query, key, jax.tree.map(jnp.mean, reports)
 
 
