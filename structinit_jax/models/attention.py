@@ -10,6 +10,7 @@ The implementation is chosen when a model is traced:
 | bfloat16 | CUDA | yes | one | `_attend_with_xla` |
 """
 
+import functools
 import math
 
 import jax
@@ -21,6 +22,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from structinit_jax.models.layers import RESIDUAL
+
+# Products of bfloat16 arrays are float32 too.
+_wide_einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def project(
@@ -122,14 +126,8 @@ def _attend_with_cudnn(query, key, value):
     # tiles (issues 160 and 1072 of NVIDIA/cudnn-frontend). The lengths are constant, but computed
     # from the queries so that they are batched and sharded alike; otherwise JAX's vmap fails.
     lengths = jnp.where(query[:, 0, 0, 0] > 0, np.int32(num_tokens), np.int32(num_tokens))
-    y = jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        query_seq_lengths=lengths,
-        key_value_seq_lengths=lengths,
-        implementation="cudnn",
-    )
+    options = dict(query_seq_lengths=lengths, key_value_seq_lengths=lengths)
+    y = jax.nn.dot_product_attention(query, key, value, **options, implementation="cudnn")
     return y[:, :num_tokens]
 
 
@@ -160,12 +158,7 @@ def _attend(query, key, value, bias):
     exponentials = jnp.exp(logits - largest)
     total = exponentials.sum(axis=-1, keepdims=True)
     # Normalize the product rather than the maps: d columns instead of M.
-    y = jnp.einsum(
-        "bhnm,bhmd->bhnd",
-        exponentials.astype(value.dtype),
-        value,
-        preferred_element_type=jnp.float32,
-    )
+    y = _wide_einsum("bhnm,bhmd->bhnd", exponentials.astype(value.dtype), value)
     return (y / total).astype(value.dtype), largest + jnp.log(total)
 
 
@@ -193,8 +186,7 @@ def _by_image(function, bias, *arrays):
 
 def _logits(query, key, bias):
     """Returns float32 logits [B, h, N, M] of queries [B, h, N, d] and keys [B, h, M, d]."""
-    logits = jnp.einsum("bhnd,bhmd->bhnm", query, key, preferred_element_type=jnp.float32)
-    logits = logits * query.shape[-1] ** -0.5
+    logits = _wide_einsum("bhnd,bhmd->bhnm", query, key) * query.shape[-1] ** -0.5
     return logits if bias is None else logits + bias
 
 
@@ -215,11 +207,9 @@ def _gradients(query, key, value, y, normalizer, gradient, bias):
     maps = jnp.exp(_logits(query, key, bias) - normalizer)
     # In the usual order, bhnm,bhnd->bhmd, this product is up to four times as slow on CPUs.
     value_gradient = jnp.einsum("bhnd,bhnm->bhdm", gradient, maps.astype(value.dtype))
-    map_gradient = jnp.einsum(
-        "bhnd,bhmd->bhnm", gradient, value, preferred_element_type=jnp.float32
-    )
+    map_gradient = _wide_einsum("bhnd,bhmd->bhnm", gradient, value)
     # The map-weighted mean of each map_gradient row is computed as a product over d instead of M.
-    mean = jnp.einsum("bhnd,bhnd->bhn", gradient, y, preferred_element_type=jnp.float32)
+    mean = _wide_einsum("bhnd,bhnd->bhn", gradient, y)
     logit_gradient = maps * (map_gradient - mean[..., None])
     bias_gradient = None
     if bias is not None:
