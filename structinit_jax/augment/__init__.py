@@ -105,24 +105,17 @@ def make_augment(
     def normalize_and_erase(rng, index, images):
         images = normalize(images, mean, std)
         if config.erasing:
-            rngs = _image_rngs(rng, ERASING, index)
-            images = mix.random_erasing(rngs, images, config.erasing)
+            images = mix.random_erasing(_image_rngs(rng, ERASING, index), images, config.erasing)
         return images
 
     def augment(rng, images, labels):
         index = jnp.arange(len(images))
         images = _shard(change_pixels, mesh)(rng, index, images)
-        targets = jax.nn.one_hot(labels, num_classes)
-        targets = optax.smooth_labels(targets, label_smoothing)
+        targets = optax.smooth_labels(jax.nn.one_hot(labels, num_classes), label_smoothing)
         if config.mixup or config.cutmix:
-            images, targets = mix.mix(
-                jax.random.fold_in(rng, MIXING),
-                images,
-                targets,
-                mixup=config.mixup,
-                cutmix=config.cutmix,
-                group=config.mix_group,
-            )
+            mixing_rng = jax.random.fold_in(rng, MIXING)
+            options = dict(mixup=config.mixup, cutmix=config.cutmix, group=config.mix_group)
+            images, targets = mix.mix(mixing_rng, images, targets, **options)
             images = jnp.round(images)  # timm stores them as uint8
         return _shard(normalize_and_erase, mesh)(rng, index, images), targets
 

@@ -92,12 +92,9 @@ def draw_operations(rng: Key[Array, ""], policy: Policy) -> DrawnOperations:
     operation_rng, apply_rng, magnitude_rng, sign_rng, bicubic_rng = jax.random.split(rng, 5)
     operation = jax.random.randint(operation_rng, (n,), 0, len(OPERATIONS))
     noise = jax.random.normal(magnitude_rng, (n,))
-    magnitude = policy.magnitude + policy.magnitude_std * noise
-    arguments = operation_arguments(
-        jnp.clip(magnitude, 0, MAX_MAGNITUDE),
-        jax.random.bernoulli(sign_rng, shape=(n,)),
-        increasing=policy.increasing,
-    )
+    magnitude = jnp.clip(policy.magnitude + policy.magnitude_std * noise, 0, MAX_MAGNITUDE)
+    negative = jax.random.bernoulli(sign_rng, shape=(n,))
+    arguments = operation_arguments(magnitude, negative, increasing=policy.increasing)
     skip = jax.random.uniform(apply_rng, (n,)) >= PROBABILITY
     return DrawnOperations(
         operation=jnp.where(skip, NO_OPERATION, operation),
