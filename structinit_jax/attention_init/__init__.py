@@ -190,10 +190,7 @@ def impulse_2024(
     return _by_site(
         impulse_2024,
         locals(),
-        {
-            AttentionSite: published.impulse_2024,
-            ConvSite: token_mixing.conv_impulse_2024,
-        },
+        {AttentionSite: published.impulse_2024, ConvSite: token_mixing.conv_impulse_2024},
     )
 
 
@@ -248,10 +245,7 @@ def mimetic(
     return _by_site(
         mimetic,
         locals(),
-        {
-            **_attention_baselines(draws.mimetic_weights),
-            TokenMixingSite: token_mixing.mlp_mimetic,
-        },
+        {**_attention_baselines(draws.mimetic_weights), TokenMixingSite: token_mixing.mlp_mimetic},
     )
 
 

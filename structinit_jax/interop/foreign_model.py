@@ -60,11 +60,7 @@ class ForeignModel:
     """
 
     def __init__(
-        self,
-        leaves: Leaves,
-        stack: Stack,
-        num_heads: int | None,
-        bias_tables: Sequence[str] = (),
+        self, leaves: Leaves, stack: Stack, num_heads: int | None, bias_tables: Sequence[str] = ()
     ):
         self.leaves = leaves
         self.stack = stack

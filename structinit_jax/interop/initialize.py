@@ -17,13 +17,7 @@ from structinit_jax.attention_init import (
     RotarySite,
     WindowSite,
 )
-from structinit_jax.attention_init.sites import (
-    GRID,
-    AttentionStack,
-    Grid,
-    check_shape,
-    draw_stacks,
-)
+from structinit_jax.attention_init.sites import GRID, AttentionStack, Grid, check_shape, draw_stacks
 from structinit_jax.errors import InputError, require, warn
 from structinit_jax.interop.foreign_model import ForeignModel, find_models, square_grid
 from structinit_jax.interop.layouts import (
@@ -162,12 +156,9 @@ def _find_site(
         require("positions", positions, needs, fits)
         return AttentionSite(grid=filled, **model.sizes(), positions=positions)
     if table is not None:
-        return AttentionSite(
-            grid=table.grid,
-            **model.sizes(),
-            positions=jnp.asarray(table.rows[table.prefix :], jnp.float32),
-            positions_trainable=True,
-        )
+        positions = jnp.asarray(table.rows[table.prefix :], jnp.float32)
+        options = dict(positions=positions, positions_trainable=True)
+        return AttentionSite(grid=table.grid, **model.sizes(), **options)
     if grid is not None:
         return AttentionSite(grid=grid, **model.sizes())  # some schemes need no positions
     raise InputError(
