@@ -36,8 +36,7 @@ _SKIPPED_MODULES = ("structinit_jax.", "flax.", "jaxtyping.")
 def printable(text: str, keep: str = "") -> str:
     """Escapes control characters, except those in `keep`, and characters that UTF-8 cannot encode.
 
-    File names can contain both. Terminals execute control characters; figures and UTF-8 files
-    cannot contain the rest.
+    File names can contain both. Terminals execute the former; UTF-8 files cannot hold the latter.
     """
     return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in str(text))
 
@@ -74,10 +73,7 @@ def prefixed(place: str) -> Iterator[None]:
 
 
 class StoppedError(RuntimeError):
-    """A run ended early; the message says why and how to resume it.
-
-    Commands exit with `exit_code`.
-    """
+    """A run ended early. The message says why and how to resume; commands exit with `exit_code`."""
 
     def __init__(self, message: str, exit_code: int):
         super().__init__(message)

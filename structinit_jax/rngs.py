@@ -1,9 +1,8 @@
 """Every random stream of a run, as a function of its seed.
 
 Devices use JAX keys, for initial weights and for augmentation and drop path at each step. Hosts use
-NumPy's Philox, for the order of the examples and the boxes and interpolation of random crops. NumPy
-guarantees that Philox's raw output stays the same across versions, unlike the output of
-`Generator`.
+NumPy's Philox, for the order of the examples and the boxes and interpolation of random crops:
+unlike `Generator`, its raw output stays the same across versions of NumPy.
 """
 
 import math
@@ -52,7 +51,6 @@ def draw_flat(
     """Returns the same values as `draw(rng, shape)`, but draws along a single axis.
 
     On CPUs, XLA unrolls loops over short axes together with the many rounds of the random
-    generator. A draw over several axes takes up to 20 times as long to compile, and often longer to
-    run.
+    generator: a draw over several axes takes up to 20 times as long to compile.
     """
     return draw(rng, (math.prod(shape),)).reshape(shape)

@@ -47,11 +47,7 @@ def impulse(
     replace_positions: bool = True,
     half: bool = False,
 ) -> AttentionWeights:
-    """Makes every head attend as its filter does; see `attention_init.impulse`.
-
-    If `half`, this is `attention_init.impulse_mimetic`, with filters in the first half of the
-    layers only.
-    """
+    """See `attention_init.impulse`, or `attention_init.impulse_mimetic` if `half`."""
     placed = place_filters(site.grid, kernel_size, filters, dilation)
     targets = filter_maps(placed, site.grid)
     solve.require_above_uniform(target_mass, targets)

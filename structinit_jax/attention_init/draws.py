@@ -1,8 +1,7 @@
 """Weights that are drawn, not solved for: the baselines, and value and projection of `impulse`.
 
-`mimetic` is the initialization of Trockman & Kolter (2023) as in the papers' programs, with SVDs;
-`append_similar_heads` and `value_and_projection` are cheaper versions of it, for `impulse_mimetic`
-and `impulse`.
+`mimetic_weights` are those of Trockman & Kolter (2023) as in the papers' programs, with SVDs;
+`append_similar_heads` and `value_and_projection`, which `impulse` uses, are cheaper versions.
 """
 
 import functools
@@ -84,10 +83,7 @@ def mimetic_vo(
     width = sizes.width
     heads = (sizes.num_heads, sizes.head_dim)
     inner = heads[0] * heads[1]
-    needs = (
-        f"at most width / head_dim = {width} / {heads[1]} with the schemes 'mimetic' and "
-        "'impulse_2025'"
-    )
+    needs = f"at most width / head_dim = {width} / {heads[1]} with 'mimetic' and 'impulse_2025'"
     require("num_heads", heads[0], needs, inner <= width)
     product = near_identity(rng, (layers, width), noise=0.4, identity=-0.4)
     a, b = split_product(product, width)
@@ -163,9 +159,8 @@ def value_and_projection(
 ) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
     """Returns V = c (I - U / 2) Π and Proj = -c Πᵀ (I - U' / 2), so V Proj ≈ -0.4 (I - noise).
 
-    U and U' are uniform noise as in `mimetic`, and the permutation Π distributes the channels over
-    the heads. c² = 0.4, or 0.4 D / (h d) if h d > D, where channels are used several times; if
-    h d < D, some are left out.
+    U and U' are uniform noise as in `mimetic`, and the permutation Π assigns channels to heads.
+    c² = 0.4, or 0.4 D / (h d) if h d > D and channels are repeated; if h d < D, some are left out.
     """
     layers = sizes.num_layers
     width = sizes.width

@@ -39,9 +39,8 @@ def impulse_2024(
 
     Adam minimizes the mean squared error of every head's map (equation 8) over its Q and K. The
     details that the paper leaves open follow its program, which also rescales the weights every 100
-    steps (`rescale`). V and projection keep the model's initialization, and learned positions are
-    replaced by the sin-cos encoding. At equal norms, `impulse` gets closer to the targets, and much
-    faster.
+    steps (`rescale`). V and projection keep the model's initialization, and the sin-cos encoding
+    replaces learned positions. At equal norms, `impulse` gets closer to the targets, much faster.
     """
     positions, new_positions = start_positions(site, replace=True, scale=1.0)
     positions = jnp.asarray(positions)

@@ -106,9 +106,8 @@ class AttentionSite(AttentionStack):
 class WindowSite(AttentionStack):
     """Attention within windows, as in Swin.
 
-    Instead of positions, the model adds a relative position bias to the logits. Schemes set it with
-    `AttentionWeights.bias`. `grid` is (rows, cols) of a window; the other arguments are those of
-    `AttentionSite`.
+    Instead of positions, the model adds a relative position bias to the logits, which schemes set.
+    `grid` is (rows, cols) of a window; the other arguments are those of `AttentionSite`.
 
     >>> site = si.WindowSite((7, 7), width=96, num_heads=3, head_dim=32, num_layers=2,
     ...                      qk_scale=32**-0.5)
@@ -129,8 +128,8 @@ class RotarySite(AttentionStack):
     Args:
       angles: Rotation [L, h, N, d / 2] of each pair of channels in radians, with 1 in place of L or
         h if all layers or heads share the angles.
-      pairs: Channels that are rotated together: 2 k and 2 k + 1 if 'interleaved', k and k + d / 2
-        if 'halves'.
+      pairs: Channels that rotate together: 2 k and 2 k + 1 ('interleaved') or k and k + d / 2
+        ('halves').
 
     The other arguments are those of `AttentionSite`.
     """
@@ -149,7 +148,6 @@ class RotarySite(AttentionStack):
             f"finite and of shape [L, h, N, d / 2] = {whole}, with 1 in place of L or h if layers "
             "or heads share the angles: leave out class and register tokens"
         )
-
         shape = np.shape(self.angles)
         fits = shape[2:] == whole[2:]
         fits = fits and all(n in (1, m) for n, m in zip(shape, whole, strict=True))
@@ -202,8 +200,7 @@ class SolveReport(NamedTuple):
       target_mass: Attention on the target, averaged over the rows that have one (an impulse row
         has none if its neighbor is off the grid). A uniform map has 1 / N on an impulse.
       wanted_mass: The scheme's option `target_mass`; 0 if the scheme has no such option.
-      hit_rate: Fraction of the same rows whose attention is strongest where the target is
-        strongest.
+      hit_rate: Fraction of the same rows whose attention peaks where the target does.
     """
 
     loss: Float[Array, ""]
@@ -304,9 +301,9 @@ def check_weights(weights: Any, site: Site) -> None:
     trainable = getattr(site, "positions_trainable", False)
     has_table = isinstance(site, WindowSite)
     settable = {"positions": trainable, "position_scale": trainable, "bias": has_table}
+    needs = f"None: the model of this {kind} has no trainable array that it could set"
     for field, is_settable in settable.items():
         value = getattr(weights, field)
-        needs = f"None: the model of this {kind} has no trainable array that it could set"
         require(f"weights.{field}", value, needs, value is None or is_settable)
 
 

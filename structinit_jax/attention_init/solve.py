@@ -34,8 +34,7 @@ START_REGULARIZATION = 1e-3
 # All rows of a map pose the same problem at different places, so on larger grids a subset of this
 # many rows determines the solution.
 MAX_ROWS = 1024
-# Adam needs about as many evaluations of the loss as L-BFGS with a line search, and compiles in a
-# third of the time.
+# Adam needs about as many evaluations as L-BFGS with a line search, and compiles faster.
 STEPS = 150
 LEARNING_RATE = 0.1
 B1 = 0.9

@@ -38,8 +38,7 @@ def impulse(
     impulse whose neighbor is outside the window is uniform. The mask of a shifted block leaves
     fewer tokens in a row, so the target gets more of the attention. If a window is so small that
     uniform attention already has the target mass, the bias is zero. Filters that are off the window
-    for every token are not assigned to any head: later stages of a Swin can have smaller windows
-    than the first.
+    for every token, as in the small windows of late stages, are not assigned to any head.
     """
     placed = place_filters(site.grid, kernel_size, filters, dilation)
     placed = placed[placed.any(axis=(1, 2))]

@@ -138,8 +138,7 @@ def equalize(image: UInt8[Array, "C H W"]) -> UInt8[Array, "C H W"]:
 def blend(plain: ArrayLike, values: ArrayLike, factor: Float[Array, ""]) -> Int[Array, "..."]:
     """Returns `plain + factor * (values - plain)` of integer arrays, truncated and clipped.
 
-    As in Pillow's ImageEnhance, a factor of 0 gives the plain image, 1 leaves the image unchanged,
-    and larger factors extrapolate.
+    As in Pillow's ImageEnhance, a factor of 0 gives the plain image, and 1 the original one.
     """
     difference = (values - plain).astype(jnp.float32)
     # Pillow rounds the product before the sum. A fused multiply-add could give a result that is

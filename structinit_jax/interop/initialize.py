@@ -78,8 +78,7 @@ def initialize(
         [..., N, 2 d] from timm's `model.rope.get_embed(...)`, optionally with axes for layers and
         heads, or the pair (cosines, sines), each [..., N, d], from Hugging Face's
         `model.rope_embeddings(pixel_values)`. `impulse` then makes all tokens start from the same
-        vector, in the rows of the position table or, without a table, in the bias of the patch
-        embedding.
+        vector, in the rows of the position table or, without one, the bias of the patch embedding.
 
     Returns:
       Parameters with the same structure, array kinds (NumPy, JAX or torch), dtypes and shardings.

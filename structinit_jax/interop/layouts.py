@@ -127,10 +127,8 @@ def _name(path) -> str:
 
 def unsupported(name: str, why: str) -> InputError:
     """Returns the error for a model in which no scheme can set the attention maps."""
-    return InputError(
-        f"params: {name} {why}; such models are not supported, only ViTs with one grid of tokens, "
-        "Swin and BEiT"
-    )
+    supported = "only ViTs with one grid of tokens, Swin and BEiT"
+    return InputError(f"params: {name} {why}; such models are not supported, {supported}")
 
 
 # -- attention layers ------------------------------------------------------------------------------
@@ -235,11 +233,10 @@ def find_stacks(leaves: Leaves) -> list[Stack]:
     similar = [n for n in leaves if re.search(r"att|qkv|query|q_proj|in_proj", n, re.IGNORECASE)]
     names = ", ".join((similar or list(leaves))[:6]) or "nothing"
     raise InputError(
-        "params hold no attention layers with the names of a known project, only "
-        f"{names}: if all layers have linear projections of the same shape, from and to all "
-        "channels, pass them under timm's names, blocks.0.attn.qkv.weight and "
-        "blocks.0.attn.proj.weight, with Flax kernels transposed to torch's [out, in]; other "
-        "attention is not supported"
+        f"params hold no attention layers with the names of a known project, only {names}: if all "
+        "layers have linear projections of the same shape, from and to all channels, pass them as "
+        "timm's blocks.0.attn.qkv.weight and blocks.0.attn.proj.weight, with Flax kernels "
+        "transposed to torch's [out, in]; other attention is not supported"
     )
 
 

@@ -1,8 +1,7 @@
 """The base class of the model families, and stacks of identical blocks.
 
-Modules hold parameters and no random state, so they are plain pytrees. A call takes a random key
-`rng`, or None for evaluation. A stack of blocks is a single block module whose variables have a
-leading layer axis.
+Modules hold parameters and no random state, so they are plain pytrees; a call takes a random key.
+A stack of blocks is a single block module whose variables have a leading layer axis.
 """
 
 from __future__ import annotations  # so that signatures show the names of checked types
@@ -106,9 +105,8 @@ class Model(nnx.Module):
         """Returns a site for each stack that a scheme initializes.
 
         The key is the path of the stack, such as 'blocks' or 'stage1/blocks'. The stack has a
-        `set_weights` method that takes what a scheme returns for the site. Trained positions are in
-        the model's `positions`, class token first. A scheme can also set the bias of the model's
-        `patch_embedding`.
+        `set_weights` method that takes what a scheme returns for the site. A scheme can also set
+        the model's trained `positions`, class token first, and the bias of its `patch_embedding`.
         """
         return {}
 

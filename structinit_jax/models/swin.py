@@ -32,9 +32,8 @@ _BASE = _SMALL | dict(width=128, num_heads=(4, 8, 16, 32))
 class SwinTransformer(Model):
     """Patch embedding, stages of windowed attention separated by patch merging, pooling and head.
 
-    As in timm, any image size is accepted: grids are padded with zeros to whole windows, and to
-    even sides before patch merging; pixels beyond the last whole patch are dropped. Meshes with
-    explicit axes are not supported.
+    As in timm, images can have any size: grids are zero-padded to whole windows, and to even sides
+    before merging; partial patches are dropped. Meshes with explicit axes are not supported.
 
     >>> sizes = dict(image_size=32, width=16, depths=(2, 1), num_heads=(2, 4), window_size=4)
     >>> options = dict(channels=3, num_classes=10, rngs=nnx.Rngs(0))
@@ -271,8 +270,7 @@ def shift_mask(grid: Sides, window: Sides, shift: Sides) -> Float[np.ndarray, "W
     """Returns the mask that is added to the logits of each window of a shifted grid.
 
     The last windows hold tokens from both ends of the grid, which must not attend to each other:
-    the mask is `MASKED` for such pairs and 0 for all others. As in timm, the grid includes its
-    padding.
+    the mask is `MASKED` for such pairs, else 0. As in timm, the grid includes its padding.
     """
     wrapped = []  # whether each row or column was moved from the start to the end
     for side, size, move in zip(grid, window, shift, strict=True):
@@ -288,8 +286,7 @@ def shift_mask(grid: Sides, window: Sides, shift: Sides) -> Float[np.ndarray, "W
 def spread_bias(table: Float[Array, "R h"], window: Sides) -> Float[Array, "h n n"]:
     """Returns `table[relative_index(window)]`, the bias of each query and key, heads first.
 
-    It uses slices because the gradient of indexing is a scatter, which adds in no fixed order on
-    GPUs.
+    It uses slices: the gradient of indexing is a scatter, which adds in no fixed order on GPUs.
     """
     rows, cols = window
     x = table.reshape(2 * rows - 1, 2 * cols - 1, -1)

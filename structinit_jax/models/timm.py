@@ -30,8 +30,7 @@ from structinit_jax.models.vit import VisionTransformer
 StateDict = Mapping[str, Any]  # The values are NumPy or JAX arrays or torch tensors.
 # Older versions of timm saved these buffers with Swin's weights; they depend only on the sizes.
 BUFFERS = ("attn.relative_position_index", "attn_mask")
-# Teacher and student must have equal sizes along these axes: image channels, and positions in a
-# patch, window or image.
+# Axes of image channels and of places in a patch, window or image: teacher and student must agree.
 PLACES = {
     "pos_embed": slice(1, 2),
     "patch_embed.proj.weight": slice(1, 4),
@@ -59,8 +58,7 @@ def from_timm(model: nnx.Module, state_dict: StateDict) -> None:
     Names and shapes do not show all of the architecture, such as another pooling or activation.
     The model can be abstract, as `nnx.eval_shape` returns it, which avoids drawing initial weights.
     Name prefixes of torch's DataParallel and `torch.compile` are removed. Raises `InputError` and
-    leaves the model unchanged if an entry is missing, has another shape, or is unexpected, such as
-    register tokens.
+    leaves the model unchanged if an entry is missing, unexpected, or of another shape.
 
     >>> sizes = dict(image_size=8, channels=1, num_classes=10, patch_size=2, width=16)
     >>> model = si.MlpMixer(**sizes, depth=2, rngs=nnx.Rngs(0))

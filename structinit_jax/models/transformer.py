@@ -44,8 +44,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B N D"], dict[str, Float[Array, "B h N N"]]]:
         """Returns the output and, if requested, 'attention_maps'.
 
-        If given, `angles` rotate each pair of channels of queries and keys, and `bias` is added to
-        the logits.
+        `angles` rotate each pair of channels of queries and keys; `bias` is added to the logits.
         """
         query, key, value = attention.project(x, (self.query, self.key, self.value))
         if angles is not None:
