@@ -134,16 +134,11 @@ def _find_site(
         if table is None and positions is None:
             raise InputError(message)
         warn(f"{message}; without them, the maps differ from the scheme's")
+    weaker = "the maps are weaker than the scheme's: measure them"
     if norm := model.patch_norm():
-        warn(
-            f"params: {norm} normalizes the patches, so image content outweighs the positions, and "
-            "the maps are weaker than the scheme's: measure them"
-        )
+        warn(f"params: {norm} normalizes the patches, so content outweighs positions, and {weaker}")
     if norm := model.norm_without_bias():
-        warn(
-            f"params: {norm} has no bias: if it is an RMSNorm, which keeps the mean, the maps are "
-            "weaker than the scheme's: measure them"
-        )
+        warn(f"params: {norm} has no bias: if it is an RMSNorm, which keeps the mean, {weaker}")
     if positions is not None:
         needs = (
             f"of shape [N, {model.width}] for the N image tokens with grid={grid}: leave out class "

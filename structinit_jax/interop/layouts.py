@@ -84,15 +84,11 @@ def flatten(params: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
     Returns the leaves by name, with dots between the levels ('blocks.0.attn.qkv.weight'), and the
     function that rebuilds `params` from such a dict.
     """
+    kind = type(params).__name__
     if callable(getattr(params, "state_dict", None)):
-        raise InputError(
-            f"params is a {type(params).__name__}, a torch module: pass its state_dict()"
-        )
+        raise InputError(f"params is a {kind}, a torch module: pass its state_dict()")
     if hasattr(params, "initialize_attention"):
-        raise InputError(
-            f"params is a {type(params).__name__}, a model of this package: call its "
-            "initialize_attention(scheme, rng)"
-        )
+        raise InputError(f"params is a {kind}: call its initialize_attention(scheme, rng)")
     if isinstance(params, nnx.Module):
         graphdef, state, sown = nnx.split(params, nnx.Not(nnx.Intermediate), ...)
         leaves, rebuild = flatten(state)
