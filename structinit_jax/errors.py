@@ -24,7 +24,7 @@ import types
 import typing
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, ParamSpec, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -107,8 +107,7 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 # -- checks ----------------------------------------------------------------------------------------
 
-P = ParamSpec("P")
-T = TypeVar("T")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Check(NamedTuple):
@@ -185,11 +184,11 @@ def check_fields(owner: Callable[..., Any], values: Mapping[str, Any], prefix: s
         _check_of(hints[name]).require(f"{prefix}{name}", value)
 
 
-def checked(function: Callable[P, T]) -> Callable[P, T]:
+def checked(function: Function) -> Function:
     """Decorates a function so that `check_fields` checks its keyword arguments before each call."""
 
     @functools.wraps(function)
-    def check_and_call(*args: P.args, **kwargs: P.kwargs) -> T:
+    def check_and_call(*args, **kwargs):
         check_fields(function, kwargs)
         return function(*args, **kwargs)
 
