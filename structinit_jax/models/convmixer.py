@@ -175,14 +175,8 @@ def convolve_depthwise(
 
 
 def _convolve(x, kernel):
-    return jax.lax.conv_general_dilated(
-        x,
-        kernel[:, :, None, :],
-        window_strides=(1, 1),
-        padding="SAME",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        feature_group_count=kernel.shape[-1],
-    )
+    options = dict(dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=kernel.shape[-1])
+    return jax.lax.conv_general_dilated(x, kernel[:, :, None, :], (1, 1), "SAME", **options)
 
 
 def _add_shifted(x, kernel):

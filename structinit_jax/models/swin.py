@@ -89,23 +89,14 @@ class SwinTransformer(Model):
         options = dict(dtype=jnp.dtype(dtype), rngs=rngs)
         self.patch_embedding = layers.PatchEmbedding(patch_size, channels, width, **options)
         self.patch_norm = layers.layer_norm(width, epsilon=EPSILON, **options)
+        shared = dict(window_size=window_size, mlp_ratio=mlp_ratio, base_init=base_init, **options)
         grid = self.grid
         for i, (depth, heads) in enumerate(zip(depths, num_heads, strict=True)):
             if i:
                 grid = tuple(-(-side // 2) for side in grid)
                 width = 2 * width
-            stage = SwinStage(
-                grid=grid,
-                window_size=window_size,
-                merge=i > 0,
-                depth=depth,
-                width=width,
-                num_heads=heads,
-                mlp_ratio=mlp_ratio,
-                base_init=base_init,
-                **options,
-            )
-            setattr(self, f"stage{i + 1}", stage)
+            sizes = dict(grid=grid, depth=depth, width=width, num_heads=heads)
+            setattr(self, f"stage{i + 1}", SwinStage(merge=i > 0, **sizes, **shared))
         self.norm = layers.layer_norm(width, epsilon=EPSILON, **options)
         self.head = nnx.Linear(width, num_classes, **BASE_INITS[base_init](width), rngs=rngs)
         if attention_init is not None:
