@@ -82,11 +82,10 @@ def impulse(
 
         softmax(σ X Q Kᵀ Xᵀ) ≈ H,
 
-    where H attends to the neighbor at the head's offset (2024, equation 8). `impulse_2024` and
-    `impulse_2025` solve for Q and K as the papers do, with algorithm 1 and a pseudo-inverse; this
-    scheme gets closer to H at the same norms. Once compiled, it takes less than a second on 14×14
-    tokens (two with learned positions); the time grows with the square of the number of tokens.
-    `absolute` describes the method for ViTs.
+    where H attends to the neighbor at the head's offset (2024, equation 8; see `absolute`). This
+    scheme gets closer to H, at the same norms, than `impulse_2024` and `impulse_2025`. Once
+    compiled, it takes less than a second on 14×14 tokens (two with learned positions); the time
+    grows with the square of the number of tokens.
 
     The product of value and output projection is near -0.4 I, as in the 2025 paper's program,
     although the text of both papers sets only Q and K. To set only these, wrap the scheme:
@@ -229,8 +228,7 @@ def mimetic(
 ) -> AttentionInit:
     """Mimetic initialization (Trockman & Kolter 2023): heads attend to similar tokens.
 
-    The factors are those of the 2025 paper's program, whose `mimetica_b_c` sets position_scale=a,
-    query_key_scale=b and value_scale=c.
+    The 2025 paper's `mimetica_b_c` sets position_scale=a, query_key_scale=b and value_scale=c.
 
     >>> weights = si.mimetic()(jax.random.key(0), site)  # a site as in `AttentionSite`
 
@@ -258,8 +256,7 @@ def default(
 ) -> AttentionInit:
     """The base initialization of our models, timm's or PyTorch's; in other models, timm's.
 
-    The options are those of `mimetic`. The 2025 paper's program has the factors too: its
-    `defaulta_b_c` compares initializations at equal norms.
+    The options are those of `mimetic`, for comparisons at equal norms (`defaulta_b_c` in 2025).
     """
     return _by_site(
         default,

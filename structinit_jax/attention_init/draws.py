@@ -60,8 +60,7 @@ def base_weights(rng: PRNGKeyArray, sizes: AttentionStack) -> AttentionWeights:
 def mimetic_weights(rng: PRNGKeyArray, sizes: AttentionStack) -> AttentionWeights:
     """Trockman & Kolter (2023): Q Kᵀ = 0.7 U + 0.7 I per head and V Proj ≈ -0.4 I, by SVD.
 
-    The programs of 2024 and 2025 store the factors of V Proj untransposed as PyTorch weights, which
-    makes heads equally strong. This function does the same.
+    The papers' programs store the factors of V Proj untransposed, so that heads are equally strong.
     """
     qk_rng, vo_rng = jax.random.split(rng)
     value, out = mimetic_vo(vo_rng, sizes, transposed=True)

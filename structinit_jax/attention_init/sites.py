@@ -118,8 +118,7 @@ class WindowSite(AttentionStack):
 class RotarySite(AttentionStack):
     """Attention that rotates queries and keys (RoPE), to tokens without other positions.
 
-    Rotation by an angle θ maps the channels (a, b) of a pair to
-    (a cos θ - b sin θ, b cos θ + a sin θ).
+    An angle θ turns the channels (a, b) of a pair into (a cos θ - b sin θ, b cos θ + a sin θ).
 
     >>> angles = si.rotary_angles(grid=(8, 8), head_dim=32)
     >>> site = si.RotarySite((8, 8), width=96, num_heads=3, head_dim=32, num_layers=12,
@@ -228,8 +227,8 @@ class AttentionWeights(NamedTuple):
         (`targets.relative_index`).
       position_scale: Factor on the model's own trainable positions, including those of class and
         register tokens.
-      patch_bias: Bias of the patch embedding, for a `RotarySite`. `interop` writes it to the rows
-        of the position table instead, if the model has one.
+      patch_bias: Bias of the patch embedding, for a `RotarySite`; `interop` writes it to the rows
+        of a position table instead.
     """
 
     query: Float[Array, "L D h d"] | None = None

@@ -31,8 +31,7 @@ MIN_MASS = 0.95
 RANK_TOLERANCE = 1e-4
 # Regularization of the pseudo-inverse in `start_factors`, relative to the strongest direction.
 START_REGULARIZATION = 1e-3
-# All rows of a map pose the same problem at different places, so on larger grids a subset of this
-# many rows determines the solution.
+# All rows of a map pose the same problem at different places, so this many are enough.
 MAX_ROWS = 1024
 # Adam needs about as many evaluations as L-BFGS with a line search, and compiles faster.
 STEPS = 150
@@ -44,8 +43,7 @@ EPSILON = 1e-12
 # current mass, to this power. With a larger exponent, the norm grows faster than the directions
 # turn, and narrow heads end up with maps that peak on the wrong tokens.
 ODDS_EXPONENT = 0.1
-# The norm stays within these bounds, relative to the start. If Q and K are scaled up much further,
-# their maps peak on the wrong tokens.
+# Bounds of the norm, relative to the start. Beyond them, maps peak on the wrong tokens.
 NORM_CHANGE = (1 / 16, 8.0)
 
 
@@ -208,10 +206,7 @@ def require_above_uniform(target_mass: float, targets: Float[np.ndarray, "F N N"
     require("tokens", tokens, "2 or more: use smaller patches, or another scheme", tokens > 1)
     rows = (targets.max(axis=-1) > 0).sum(axis=-1)
     uniform = (np.minimum(targets, 1 / tokens).sum(axis=(1, 2)) / rows).max()
-    needs = (
-        f"above {uniform:.3g}, the mass of uniform attention on these targets, which is lower on a "
-        "larger grid and for filters with fewer taps"
-    )
+    needs = f"above {uniform:.3g}, the mass of uniform attention (lower on a larger grid)"
     require("target_mass", target_mass, needs, target_mass > uniform)
 
 

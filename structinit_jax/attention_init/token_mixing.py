@@ -2,9 +2,8 @@
 
 The 2025 paper has results for MLP-Mixer, but does not say how its token-mixing MLPs are
 initialized; `impulse` and `mimetic` for them (`TokenMixingSite`) are our own. Neither beats the
-model's own initialization (benchmarks/results/search.md), probably because all channels share the
-token mixing, and shifting every token by the same offset does not tell positions apart. The model's
-own initialization is therefore the default for a Mixer.
+model's own initialization, which is the default (benchmarks/results/search.md), probably because
+all channels share the token mixing, and equal shifts of all tokens do not tell positions apart.
 
 Token mixing computes y = A gelu(B u), biases aside, for the N values u of each channel. Since
 gelu(z) - gelu(-z) = z, B = [B'; -B'] and A = [A', -A'] give y = A' B' u exactly. Every linear map
@@ -16,8 +15,7 @@ With k < N pairs, the map is U Uᵀ M, where U [N, k] holds the first k principa
 applied to tokens whose correlation falls with distance: the lowest spatial frequencies of the
 output. On a 14×14 grid, 128 pairs keep 97 % of the output for shifts of photographs; a truncated
 SVD of M keeps only 72 % because the singular values of a shift are all equal. A random rotation R
-of the pairs, A' = U Rᵀ and B' = R Uᵀ M with Rᵀ R = I, keeps the map and makes layers and hidden
-units independent.
+of the pairs, A' = U Rᵀ and B' = R Uᵀ M with Rᵀ R = I, keeps the map and makes layers differ.
 
 The 2024 paper keeps the filters of depthwise convolutions (`ConvSite`), as in ConvMixer, fixed at
 their initial values (section 5.5, table 4). GELU comes between the convolution and BatchNorm, so

@@ -128,8 +128,7 @@ def _cutmix_box(rng, lam, height, width) -> Box:
 def beta_quantile(probability: Float[Array, ""], alpha: float) -> Float[Array, ""]:
     """Returns a quantile of Beta(α, α), interpolated from a table.
 
-    Unlike `jax.random.beta`, this needs no rejection loop, in which the devices that share a batch
-    would communicate on every iteration.
+    `jax.random.beta` has a rejection loop, in which devices would communicate on every iteration.
     """
     table = jnp.asarray(_beta_quantiles(alpha))
     position = probability * (NUM_QUANTILES - 1)

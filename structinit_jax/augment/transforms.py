@@ -141,8 +141,7 @@ def blend(plain: ArrayLike, values: ArrayLike, factor: Float[Array, ""]) -> Int[
     As in Pillow's ImageEnhance, a factor of 0 gives the plain image, and 1 the original one.
     """
     difference = (values - plain).astype(jnp.float32)
-    # Pillow rounds the product before the sum. A fused multiply-add could give a result that is
-    # lower by 1, but compilers do not fuse through a select.
+    # Pillow rounds the product before the sum. The select keeps compilers from fusing the two.
     product = jnp.where(difference == 0, 0.0, factor * difference)
     return jnp.clip(plain.astype(jnp.float32) + product, 0, 255).astype(jnp.int32)
 

@@ -162,11 +162,7 @@ class ForeignModel:
         return new
 
     def require_assumptions(self) -> None:
-        """Raises `InputError` if parameters contradict the assumptions of `initialize`.
-
-        These are norms that have been trained, and parameters that change the maps, except the
-        projections and bias tables that schemes set.
-        """
+        """Raises `InputError` for trained norms, and for parameters that spoil a scheme's maps."""
         layout = self.stack.layout
         known = set()
         for attention in self.stack.attentions:
@@ -186,10 +182,8 @@ class ForeignModel:
             elif name.startswith(inside) or self._matches(_RELATIVE, name):
                 is_table = self.bias_tables and name.endswith(_BIAS_TABLE)
                 if name not in known and not is_table:
-                    raise InputError(
-                        f"params: {name} may change the attention maps, so no scheme could set "
-                        "them: build the model without it"
-                    )
+                    why = "may change the attention maps that schemes set"
+                    raise InputError(f"params: {name} {why}: build the model without it")
 
     def norm_without_bias(self) -> str | None:
         """Returns the name of a norm that has no bias, like an RMSNorm, or None."""

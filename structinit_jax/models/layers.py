@@ -83,8 +83,7 @@ def drop_path(x: Float[Array, "B *rest"], rate: Float[Array, ""] | None, rng: Rn
 def set_weight(variable: nnx.Variable, field: str, value: Array | np.ndarray | None) -> None:
     """Sets a variable to a scheme's weight, unless the weight is None.
 
-    Raises `InputError` if the shapes differ. Assignment alone would broadcast, for example the
-    weights of one layer to all layers.
+    Raises `InputError` if the shapes differ; assignment alone would broadcast.
     """
     if value is not None:
         check_shape(field, value, variable.shape)

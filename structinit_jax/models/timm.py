@@ -328,9 +328,8 @@ def select_weights(teacher: StateDict, student: nnx.Module) -> nnx.Module:
     Weights are selected in timm's layout. As in the published code, query, key and value are then
     3 h d outputs of one linear layer, so a student's head can mix channels of several heads.
 
-    Patch and window size must be equal. A learned position table of another grid is first
-    resampled, as in timm; the table's grid is assumed to be square. The student keeps its own head,
-    fixed position encodings and integers.
+    Patch and window size must be equal. A learned position table of another grid, assumed to be
+    square, is resampled as in timm. The student keeps its head, fixed positions and integers.
 
     >>> sizes = dict(image_size=8, channels=1, num_classes=10, patch_size=2)
     >>> teacher = si.to_timm(si.MlpMixer(**sizes, width=32, depth=3, rngs=nnx.Rngs(0)))
