@@ -16,8 +16,6 @@ FilterArray = Annotated[
     Check("an array of filters [F, f, f]", lambda x: np.ndim(x) == 3 and np.size(x) > 0),
 ]
 
-# -- filters ---------------------------------------------------------------------------------------
-
 
 def place_filters(
     grid: tuple[int, int],
@@ -54,9 +52,6 @@ def impulse_filters(height: int, width: int) -> Float[np.ndarray, "F f g"]:
     """Returns filters that are 1 in one place and 0 elsewhere, in row-major order of that place."""
     count = height * width
     return np.eye(count, dtype=np.float32).reshape(count, height, width)
-
-
-# -- target maps -----------------------------------------------------------------------------------
 
 
 def target_maps(
@@ -98,9 +93,6 @@ def relative_index(grid: tuple[int, int]) -> Int[np.ndarray, "N N"]:
     dy = y[:, None] - y[None, :]
     dx = x[:, None] - x[None, :]
     return (dy + rows - 1) * (2 * cols - 1) + dx + cols - 1
-
-
-# -- which head gets which filter ------------------------------------------------------------------
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))  # `lax.map` would recompile on every call

@@ -124,8 +124,7 @@ def make_augment(
 
 def _image_rngs(rng, stream, index):
     """Returns a random key per image, from its index in the global batch."""
-    stream_rng = jax.random.fold_in(rng, stream)
-    return jax.vmap(lambda i: jax.random.fold_in(stream_rng, i))(index)
+    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(rng, stream), index)
 
 
 def _shard(function, mesh):

@@ -69,7 +69,7 @@ def mix(
     # λ is drawn from both distributions. If one is disabled, any positive α will do.
     options = dict(mixup=mixup or 1.0, cutmix=cutmix or 1.0, switch=switch)
     draw = functools.partial(draw_mixing, height=H, width=W, **options)
-    rngs = jax.vmap(lambda i: jax.random.fold_in(rng, i))(jnp.arange(B // size))
+    rngs = jax.vmap(jax.random.fold_in, (None, 0))(rng, jnp.arange(B // size))
     lam, use_cutmix, box = jax.tree.map(lambda x: jnp.repeat(x, size), jax.vmap(draw)(rngs))
 
     def mix_images(image, partner, lam, use_cutmix, box):

@@ -22,8 +22,6 @@ from structinit_jax.errors import InputError, require
 from structinit_jax.rngs import draw_flat
 
 Rng = PRNGKeyArray | None
-
-
 # `jax.checkpoint` name of arrays that a training step keeps in addition to products.
 RESIDUAL = "residual"
 
