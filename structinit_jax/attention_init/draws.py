@@ -192,7 +192,7 @@ def near_identity(
     """
     width = shape[-1]
     bound = (3 / width) ** 0.5
-    drawn = uniform(rng, (*shape, width), jnp.float32, bound=bound)
+    drawn = uniform(rng, (*shape, width), bound=bound)
     eye = jnp.broadcast_to(jnp.eye(width, dtype=jnp.float32), drawn.shape)
     return noise * drawn + identity * eye
 
@@ -218,7 +218,7 @@ def permutations(rngs: Array, size: int) -> Int[Array, "n size"]:
 
 
 def uniform(
-    rng: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike = float, *, bound: float
+    rng: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32, *, bound: float
 ) -> Array:
     """Draws uniformly between ±bound."""
     draw = functools.partial(jax.random.uniform, dtype=dtype, minval=-bound, maxval=bound)
@@ -226,7 +226,7 @@ def uniform(
 
 
 def trunc_normal(
-    rng: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike = float, *, std: float
+    rng: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32, *, std: float
 ) -> Array:
     """Draws like timm's `trunc_normal_(std=std)`, which cuts at ±2, not ±2 standard deviations."""
     return std * jax.random.truncated_normal(rng, -2 / std, 2 / std, shape, dtype)

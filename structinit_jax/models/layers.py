@@ -35,18 +35,14 @@ def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return (wide * (0.5 + 0.5 * jax.lax.erf(wide * 0.5**0.5))).astype(x.dtype)
 
 
-def truncated_normal(rng, shape, dtype=jnp.float32, out_sharding=None):
+def truncated_normal(rng, shape, dtype=jnp.float32):
     """Initializes like timm's ViT and Swin, with a standard deviation of 0.02."""
     return draw_flat(functools.partial(draws.trunc_normal, std=0.02, dtype=dtype), rng, shape)
 
 
 def uniform_init(bound: float) -> nnx.Initializer:
     """Returns PyTorch's default initializer for weights and biases; `bound` is fan_in^-1/2."""
-
-    def init(rng, shape, dtype=jnp.float32, out_sharding=None):
-        return draws.uniform(rng, shape, dtype, bound=bound)
-
-    return init
+    return functools.partial(draws.uniform, bound=bound)
 
 
 def pytorch_init(fan_in: int) -> dict[str, nnx.Initializer]:
