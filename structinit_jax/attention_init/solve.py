@@ -18,8 +18,7 @@ from structinit_jax.attention_init.draws import map_matrices
 from structinit_jax.attention_init.sites import SolveReport
 from structinit_jax.errors import require
 
-# For target masses below `sharp_mass`, maps are solved for at `sharp_mass`, and their logits are
-# then weakened: in maps solved for directly, fewer rows would peak on the target.
+# In maps that are solved for at smaller masses, fewer rows would peak on the target; see `solve`.
 SHARP_MASS = 0.2
 # On fewer than 25 tokens, `sharp_mass` is at least this many times uniform attention, up to 0.3.
 SHARP_TOKENS = 5

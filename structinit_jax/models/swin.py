@@ -144,10 +144,7 @@ class SwinTransformer(Model):
 
 
 class SwinStage(nnx.Module):
-    """Patch merging (except in the first stage), then a stack of blocks, every second one shifted.
-
-    A side of the grid that is no longer than `window_size` has one window and no shift.
-    """
+    """Patch merging (except in the first stage), then a stack of blocks, every second shifted."""
 
     def __init__(
         self,
@@ -185,10 +182,7 @@ class SwinStage(nnx.Module):
 
 
 class PatchMerging(nnx.Module):
-    """Concatenates the channels of 2×2 neighbors, normalizes them, and maps 4 D to 2 D channels.
-
-    A grid with an odd side is padded with zeros.
-    """
+    """Concatenates the channels of 2×2 neighbors, normalizes them, and maps 4 D to 2 D channels."""
 
     def __init__(self, width: int, *, base_init: BaseInit, dtype: DTypeLike, rngs: nnx.Rngs):
         options = dict(dtype=dtype, rngs=rngs)
