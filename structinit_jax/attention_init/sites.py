@@ -96,10 +96,9 @@ class AttentionSite(AttentionStack):
     def __post_init__(self):
         super().__post_init__()
         expected = (self.num_tokens, self.width)
-        if self.positions is not None:
-            needs = f"of shape [N, D] = {expected}: leave out class and register tokens"
-            fits = np.shape(self.positions) == expected
-            require("AttentionSite.positions", self.positions, needs, fits)
+        needs = f"of shape [N, D] = {expected}: leave out class and register tokens"
+        fits = self.positions is None or np.shape(self.positions) == expected
+        require("AttentionSite.positions", self.positions, needs, fits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +126,7 @@ class RotarySite(AttentionStack):
     Args:
       angles: Rotation [L, h, N, d / 2] of each pair of channels in radians, with 1 in place of L or
         h if all layers or heads share the angles.
-      pairs: Channels that rotate together: 2 k and 2 k + 1 ('interleaved') or k and k + d / 2
-        ('halves').
+      pairs: Channels of a pair: 2 k and 2 k + 1 if 'interleaved', k and k + d / 2 if 'halves'.
 
     The other arguments are those of `AttentionSite`.
     """
@@ -139,9 +137,8 @@ class RotarySite(AttentionStack):
 
     def __post_init__(self):
         super().__post_init__()
-        for field in ("width", "head_dim"):
-            size = getattr(self, field)
-            require(f"RotarySite.{field}", size, "even", size % 2 == 0)
+        require("RotarySite.width", self.width, "even", self.width % 2 == 0)
+        require("RotarySite.head_dim", self.head_dim, "even", self.head_dim % 2 == 0)
         whole = (self.num_layers, self.num_heads, self.num_tokens, self.head_dim // 2)
         needs = (
             f"finite and of shape [L, h, N, d / 2] = {whole}, with 1 in place of L or h if layers "
