@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import export
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from structinit_jax.models.layers import RESIDUAL
+from structinit_jax.models.layers import keep
 
 # Products of bfloat16 arrays are float32 too.
 _wide_einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -112,9 +111,7 @@ def _attend_with_cudnn(query, key, value):
     num_tokens = query.shape[1]
     # JAX supports the gradient only for even numbers of tokens.
     padding = ((0, 0), (0, num_tokens % 2), (0, 0), (0, 0))
-    query, key, value = (
-        checkpoint_name(jnp.pad(x, padding), RESIDUAL) for x in (query, key, value)
-    )
+    query, key, value = (keep(jnp.pad(x, padding)) for x in (query, key, value))
     # Without lengths, even with no padding, cuDNN's gradients can be NaN unless tokens fill its
     # tiles (issues 160 and 1072 of NVIDIA/cudnn-frontend). The lengths are constant, but computed
     # from the queries so that they are batched and sharded alike; otherwise JAX's vmap fails.
@@ -136,12 +133,8 @@ def _attend_with_xla(query, key, value, bias=None):
 
 def _attend_forward(query, key, value, bias):
     # Heads come first because products over tokens are slow on CPUs in any other layout.
-    query, key, value = (
-        checkpoint_name(jnp.swapaxes(x, 1, 2), RESIDUAL) for x in (query, key, value)
-    )
-    y, normalizer = _by_image(_attend, bias, query, key, value)
-    y = checkpoint_name(y, RESIDUAL)
-    normalizer = checkpoint_name(normalizer, RESIDUAL)
+    query, key, value = (keep(jnp.swapaxes(x, 1, 2)) for x in (query, key, value))
+    y, normalizer = map(keep, _by_image(_attend, bias, query, key, value))
     return jnp.swapaxes(y, 1, 2), (query, key, value, bias, y, normalizer)
 
 

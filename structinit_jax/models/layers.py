@@ -22,8 +22,12 @@ from structinit_jax.errors import InputError, require
 from structinit_jax.rngs import draw_flat
 
 Rng = PRNGKeyArray | None
-# `jax.checkpoint` name of arrays that a training step keeps in addition to products.
-RESIDUAL = "residual"
+RESIDUAL = "residual"  # the `jax.checkpoint` name of what `keep` marks
+
+
+def keep(x: Array) -> Array:
+    """Marks an array that a training step keeps for the gradient, in addition to products."""
+    return checkpoint_name(x, RESIDUAL)
 
 
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -70,8 +74,8 @@ def drop_path(x: Float[Array, "B *rest"], rate: Float[Array, ""] | None, rng: Rn
     if rate is None or rng is None:
         return x
     mask_shape = (x.shape[0],) + (1,) * (x.ndim - 1)
-    keep = checkpoint_name(jax.random.bernoulli(rng, 1 - rate, mask_shape), RESIDUAL)
-    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
+    mask = keep(jax.random.bernoulli(rng, 1 - rate, mask_shape))
+    return jnp.where(mask, x / (1 - rate), 0).astype(x.dtype)
 
 
 def set_weight(variable: nnx.Variable, field: str, value: Array | np.ndarray | None) -> None:
@@ -199,8 +203,7 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """Applies both layers."""
-        hidden = checkpoint_name(self.fc1(x), RESIDUAL)
-        return self.fc2(gelu(hidden))
+        return self.fc2(gelu(keep(self.fc1(x))))
 
 
 class StackedBlock(nnx.Module):

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -142,7 +141,7 @@ class MixerBlock(layers.StackedBlock):
         token_rng, mlp_rng = (None, None) if rng is None else jax.random.split(rng)
         mixed = jnp.swapaxes(self.token_mlp(jnp.swapaxes(self.norm1(x), 1, 2)), 1, 2)
         x = x + layers.drop_path(mixed, drop_path_rate, token_rng)
-        x = checkpoint_name(x, layers.RESIDUAL)
+        x = layers.keep(x)
         hidden = self.mlp(self.norm2(x))
         x = x + layers.drop_path(hidden, drop_path_rate, mlp_rng)
         return x, dict(token_mixing=mixed, mlp=hidden, output=x)

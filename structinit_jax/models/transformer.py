@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import AttentionWeights
 from structinit_jax.errors import require
 from structinit_jax.models import attention, layers
-from structinit_jax.models.layers import BASE_INITS, RESIDUAL, BaseInit, LinearInit, Rng
+from structinit_jax.models.layers import BASE_INITS, BaseInit, LinearInit, Rng
 
 
 class Attention(nnx.Module):
@@ -107,7 +106,7 @@ class Block(layers.StackedBlock):
         attended, maps = self.attend(self.norm1(x), **options)
         attended = _scale_channels(attended, self.scale1)
         x = x + layers.drop_path(attended, drop_path_rate, attention_rng)
-        x = checkpoint_name(x, RESIDUAL)
+        x = layers.keep(x)
         hidden = _scale_channels(self.mlp(self.norm2(x)), self.scale2)
         x = x + layers.drop_path(hidden, drop_path_rate, mlp_rng)
         return x, dict(attention=attended, mlp=hidden, output=x, **maps)
@@ -119,13 +118,8 @@ class Block(layers.StackedBlock):
     def sizes(self) -> dict[str, Any]:
         """Returns the sizes of a stack of these blocks, named as in `AttentionSite`."""
         num_layers, width, num_heads, head_dim = self.attention.query.kernel.shape
-        return dict(
-            num_layers=num_layers,
-            width=width,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            qk_scale=head_dim**-0.5,
-        )
+        heads = dict(num_heads=num_heads, head_dim=head_dim, qk_scale=head_dim**-0.5)
+        return dict(num_layers=num_layers, width=width, **heads)
 
     def set_weights(self, weights: AttentionWeights) -> None:
         """Writes the weights that a scheme returns into a stack of these blocks."""
