@@ -30,8 +30,8 @@ _COSTLY = ("conv_general_dilated", "dot_product_attention_fwd_wrapper")
 def _keep_costly(primitive, *args, **params):
     """Keeps the arrays that are small or costly to compute; the rest is faster to recompute.
 
-    It keeps the outputs of linear layers, convolutions and cuDNN's attention, and what `layers.keep`
-    marks, but no products inside attention, which are as large as its maps.
+    It keeps the outputs of linear layers, convolutions and cuDNN's attention, and arrays marked by
+    `layers.keep`, but no products inside attention, which are as large as its maps.
     """
     kept = _KEEP_LINEAR(primitive, *args, **params) or _KEEP_NAMED(primitive, *args, **params)
     return kept or primitive.name in _COSTLY

@@ -21,11 +21,7 @@ from flax import nnx, traverse_util
 from structinit_jax.attention_init import sincos_positions
 from structinit_jax.errors import InputError, require
 from structinit_jax.interop.layouts import as_array, like
-from structinit_jax.models.convmixer import ConvMixer
-from structinit_jax.models.mixer import MlpMixer
-from structinit_jax.models.model import Model
-from structinit_jax.models.swin import SwinTransformer
-from structinit_jax.models.vit import VisionTransformer
+from structinit_jax.models import ConvMixer, MlpMixer, Model, SwinTransformer, VisionTransformer
 
 StateDict = Mapping[str, Any]  # The values are NumPy or JAX arrays or torch tensors.
 # Older versions of timm saved these buffers with Swin's weights; they depend only on the sizes.
