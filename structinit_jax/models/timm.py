@@ -67,7 +67,7 @@ def from_timm(model: nnx.Module, state_dict: StateDict) -> None:
     weights = _read_names(state_dict)
     computed = _computed(model)
     names = {entry.name for entry in entries} | computed.keys()
-    _check_names(missing=names - weights.keys(), unexpected=weights.keys() - names)
+    _check_names(names - weights.keys(), weights.keys() - names)
     if "pos_embed" in computed:
         _check_sincos(np.asarray(weights["pos_embed"]), model)
     for entry in entries:
@@ -292,10 +292,7 @@ def _sincos(grid, width, num_prefix):
 
 
 def _check_sincos(table: np.ndarray, model: VisionTransformer) -> None:
-    """Raises `InputError` unless a table is the sin-cos encoding of the model's or a square grid.
-
-    The weights can come from a model for another image size.
-    """
+    """Raises `InputError` unless a table encodes the model's grid, or a square one of any size."""
     *_, num_tokens, width = table.shape
     side = math.isqrt(max(num_tokens - model.num_prefix, 0))
     tolerance = max(1e-5, float(jnp.finfo(table.dtype).eps))  # for half precision
@@ -344,10 +341,8 @@ def select_weights(teacher: StateDict, student: nnx.Module) -> nnx.Module:
     read = _read_names(teacher)
     large = {name: array for name, array in read.items() if not name.startswith("head.")}
     layers = {_without_numbers(name) for name in small}  # the teacher can have more layers
-    _check_names(
-        missing=small.keys() - large.keys(),
-        unexpected={name for name in large if _without_numbers(name) not in layers},
-    )
+    unexpected = {name for name in large if _without_numbers(name) not in layers}
+    _check_names(small.keys() - large.keys(), unexpected)
     computed = _computed(student)
     if "pos_embed" in computed:
         _check_sincos(np.asarray(large["pos_embed"]), student)
@@ -383,9 +378,8 @@ def _select(name, teacher, shape):
     """Takes evenly spaced elements along every axis."""
     places = next((axes for end, axes in PLACES.items() if name.endswith(end)), slice(0))
     needs = (
-        f"at least the student's, {shape}, and equal to it along the axes of pixels, image "
-        "channels, windows and tokens: use a smaller student with the same channels, patch size, "
-        "window size and number of tokens"
+        f"at least the student's, {shape}: use a smaller student with the same channels, patch "
+        "size, window size and number of tokens"
     )
     same_places = teacher.ndim == len(shape) and teacher.shape[places] == shape[places]
     fits = same_places and all(n >= m for n, m in zip(teacher.shape, shape, strict=True))
