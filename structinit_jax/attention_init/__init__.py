@@ -256,7 +256,7 @@ def default(
 ) -> AttentionInit:
     """The base initialization of our models, timm's or PyTorch's; in other models, timm's.
 
-    The options are those of `mimetic`, for comparisons at equal norms (`defaulta_b_c` in 2025).
+    The options are those of `mimetic`, to compare at equal norms (the 2025 paper's `defaulta_b_c`).
     """
     return _by_site(
         default,

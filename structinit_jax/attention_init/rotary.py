@@ -141,7 +141,7 @@ def solve_coefficients(
         some = target[rows]
 
         def coefficients(factor, norm):
-            # c = |f| f for a factor f of length `norm`: |c| sums to norm², smoothly at 0.
+            # c = |f| f for a factor f of length `norm`: |c| sums to norm², with a smooth gradient.
             factor = factor * (norm / jnp.linalg.norm(factor))
             return factor * jnp.linalg.norm(factor, axis=0, keepdims=True)
 

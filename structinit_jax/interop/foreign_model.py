@@ -162,7 +162,7 @@ class ForeignModel:
         return new
 
     def require_assumptions(self) -> None:
-        """Raises `InputError` for trained norms, and for parameters that spoil a scheme's maps."""
+        """Raises `InputError` for trained norms, and for parameters that change a scheme's maps."""
         layout = self.stack.layout
         known = set()
         for attention in self.stack.attentions:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from structinit_jax.models.layers import keep
 
-# Products of bfloat16 arrays are float32 too.
+# Returns float32 for bfloat16 operands too.
 _wide_einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
