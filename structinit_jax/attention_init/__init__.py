@@ -312,11 +312,13 @@ def _by_site(
         kind = type(site)
         if kind not in functions:
             known = ", ".join(site_type.__name__ for site_type in functions)
-            raise InputError(f"{scheme.__name__} is for {known}, not {kind.__name__}: use another")
+            raise InputError(
+                f"{scheme.__name__} is for {known}, not for {kind.__name__}: use another scheme"
+            )
         function = functions[kind]
         taken = options.keys() & inspect.signature(function).parameters.keys()
         for name in changed.keys() - taken:
-            raise InputError(f"{name}={changed[name]!r} does not apply to {kind.__name__}: omit it")
+            raise InputError(f"{name}={changed[name]!r} does not apply to {kind.__name__}")
         # TPUs would multiply in bfloat16, which is too coarse for a solve and crashes the compiler.
         with jax.default_matmul_precision("highest"):
             weights = function(rng, site, **{name: options[name] for name in taken})

@@ -54,7 +54,10 @@ def impulse_2024(
     filter_index = jax.random.randint(offset_rng, (num_solved, site.num_heads), 0, len(targets))
     names = [first_input] + [following_input] * (num_solved - 1)
     input_rngs = jax.random.split(input_rng, num_solved)
-    inputs = [draw_pseudo_input(*each, positions) for each in zip(input_rngs, names, strict=True)]
+    inputs = [
+        draw_pseudo_input(layer_rng, name, positions)
+        for layer_rng, name in zip(input_rngs, names, strict=True)
+    ]
     solve = functools.partial(_solve_2024, sizes=site.sizes, max_steps=max_steps, rescale=rescale)
     query, key, reports = jax.vmap(solve)(
         jax.random.split(solve_rng, num_solved), jnp.stack(inputs), targets[filter_index]

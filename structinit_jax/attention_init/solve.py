@@ -205,7 +205,7 @@ def require_above_uniform(target_mass: float, targets: Float[np.ndarray, "F N N"
     require("tokens", tokens, "2 or more: use smaller patches, or another scheme", tokens > 1)
     rows = (targets.max(axis=-1) > 0).sum(axis=-1)
     uniform = (np.minimum(targets, 1 / tokens).sum(axis=(1, 2)) / rows).max()
-    needs = f"above {uniform:.3g}, the mass of uniform attention (lower on a larger grid)"
+    needs = f"above {uniform:.3g}, the mass of uniform attention, which is lower on a larger grid"
     require("target_mass", target_mass, needs, target_mass > uniform)
 
 

@@ -1,6 +1,13 @@
 """Self-attention as functions: projection, rotary positions, and softmax(Q Kᵀ / √d + bias) V.
 
-In bfloat16 on CUDA devices, `project` and `dot_product_attention` have their own implementations.
+The implementation is chosen when a model is traced:
+
+| type | device | bias | products for query, key and value | attention |
+|---|---|---|---|---|
+| float32 | any | any | three | `_attend_with_xla` |
+| bfloat16 | CPU, TPU, other GPUs | any | three | `_attend_with_xla` |
+| bfloat16 | CUDA | no | one | cuDNN from Ampere on, if it supports the head size |
+| bfloat16 | CUDA | yes | one | `_attend_with_xla` |
 """
 
 import functools

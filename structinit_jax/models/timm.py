@@ -67,7 +67,7 @@ def from_timm(model: nnx.Module, state_dict: StateDict) -> None:
     weights = _read_names(state_dict)
     computed = _computed(model)
     names = {entry.name for entry in entries} | computed.keys()
-    _check_names(names - weights.keys(), weights.keys() - names)
+    _check_names(missing=names - weights.keys(), unexpected=weights.keys() - names)
     if "pos_embed" in computed:
         _check_sincos(np.asarray(weights["pos_embed"]), model)
     for entry in entries:
@@ -342,7 +342,7 @@ def select_weights(teacher: StateDict, student: nnx.Module) -> nnx.Module:
     large = {name: array for name, array in read.items() if not name.startswith("head.")}
     layers = {_without_numbers(name) for name in small}  # the teacher can have more layers
     unexpected = {name for name in large if _without_numbers(name) not in layers}
-    _check_names(small.keys() - large.keys(), unexpected)
+    _check_names(missing=small.keys() - large.keys(), unexpected=unexpected)
     computed = _computed(student)
     if "pos_embed" in computed:
         _check_sincos(np.asarray(large["pos_embed"]), student)
