@@ -42,11 +42,7 @@ from structinit_jax.errors import (
 from structinit_jax.files import open_path, read_json
 
 Share = Annotated[float, Check("above 0 and at most 1", lambda x: 0 < x <= 1)]
-JSON = Check(
-    "a value that config.json can store: to pass an array, name a function of your own, "
-    "'module:function'",
-    json.dumps,
-)
+JSON = Check("a JSON value: to pass an array, name a function, 'module:function'", json.dumps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,53 +141,46 @@ def validate(config: ConfigDict) -> None:
     Scheme, loss and optimizer, which only training needs, are checked when it builds them.
     """
     sections = ("data", "augment", "model", "attention_init")
-    for section in sections:
+    for name in sections:
+        section = config.get(name)
         needs = "a section: set its fields, such as config.attention_init.name = 'default'"
-        is_section = isinstance(config.get(section), ConfigDict)
-        require(f"config.{section}", config.get(section), needs, is_section)
-    data = config.data
+        require(f"config.{name}", section, needs, isinstance(section, ConfigDict))
     run = {field: value for field, value in config.items() if field not in sections}
     _check_section(RunFields, run, "config.")
-    _check_section(DataFields, dict(data), "config.data.")
+    _check_section(DataFields, dict(config.data), "config.data.")
     _check_section(AugmentFields, dict(config.augment), "config.augment.")
+    data = config.data
+    model = config.model
     with prefixed("config.model."):
-        models.check_fields(dict(config.model))
+        models.check_fields(dict(model))
     for field in ("image_size", "channels"):
         needs = f"left out: the model gets config.data.{field}"
-        value = config.model.get(field)
-        require(f"config.model.{field}", value, needs, field not in config.model)
-    num_classes = config.model.get("num_classes")
-    needs = "set: a model must have this argument"
-    require("config.model.num_classes", num_classes, needs, num_classes is not None)
-    for section in ("model", "attention_init"):  # the sections whose fields are not all known
-        for field, value in config[section].to_dict().items():
-            JSON.require(f"config.{section}.{field}", value)
-    channels = data.channels
+        require(f"config.model.{field}", model.get(field), needs, field not in model)
+    num_classes = model.get("num_classes")
+    require("config.model.num_classes", num_classes, "set", num_classes is not None)
+    for name in ("model", "attention_init"):  # the sections whose fields are not all known
+        for field, value in config[name].to_dict().items():
+            JSON.require(f"config.{name}.{field}", value)
     for field in ("mean", "std"):
-        needs = (
-            f"a tuple with one number per channel (config.data.channels={channels}), such as "
-            f"{(0.5,) * channels}"
-        )
-        require(f"config.data.{field}", data[field], needs, len(data[field]) == channels)
-    batch_size = config.batch_size
-    needs = f"a divisor of config.batch_size={batch_size}, or 0 to mix within the whole batch"
+        needs = f"a tuple with one number per channel (config.data.channels={data.channels})"
+        require(f"config.data.{field}", data[field], needs, len(data[field]) == data.channels)
     group = config.augment.mix_group
-    fits = group == 0 or batch_size % group == 0
-    require("config.augment.mix_group", group, needs, fits)
+    needs = f"0 (the whole batch) or a divisor of config.batch_size={config.batch_size}"
+    require("config.augment.mix_group", group, needs, not group or config.batch_size % group == 0)
     if config.attention_init.get("name") == "impulse_2025" and not config.start_from:
-        needs = "'learned' for the closed form of config.attention_init.name='impulse_2025'"
-        positions = config.model.get("positions", "learned")
+        positions = model.get("positions", "learned")
+        needs = "'learned' for config.attention_init.name='impulse_2025'"
         require("config.model.positions", positions, needs, positions == "learned")
     final = config.final_learning_rate
     needs = f"at most config.learning_rate={config.learning_rate}"
     require("config.final_learning_rate", final, needs, final <= config.learning_rate)
     if config.schedule == "timm_cosine" and config.warmup_epochs:
-        needs = "above 0: with config.schedule='timm_cosine', it is the rate of the first epoch"
         warmup = config.warmup_learning_rate
+        needs = "above 0: with config.schedule='timm_cosine', it is the rate of the first epoch"
         require("config.warmup_learning_rate", warmup, needs, warmup > 0)
     if not config.num_steps:
-        needs = f"below config.num_epochs={config.num_epochs}, which includes the cooldown"
         cooldown = config.cooldown_epochs
+        needs = f"below config.num_epochs={config.num_epochs}, which includes the cooldown"
         require("config.cooldown_epochs", cooldown, needs, cooldown < config.num_epochs)
 
 
@@ -199,8 +188,7 @@ def _check_section(owner: type, values: dict[str, Any], prefix: str) -> None:
     check_fields(owner, values, prefix)
     for field in sorted(_defaults(owner).keys() - values.keys()):
         raise InputError(
-            f"{prefix}{field} is missing: set fields of a section with update(), which keeps the "
-            "others"
+            f"{prefix}{field} is missing: set fields with update(), which keeps others"
         )
 
 
@@ -282,11 +270,9 @@ def set_field(config: ConfigDict, field: str, text: str) -> None:
     old = fields[field]
     try:
         value = _parse(text, old)
-        # ConfigDict does not know the types of options that the config has not set.
-        if isinstance(old, int | float) and isinstance(value, str):
-            raise TypeError
-        # It would convert True to 1.0.
-        if isinstance(value, bool) and not isinstance(old, bool):
+        # ConfigDict would convert True to 1.0, and does not know the types of unset options.
+        is_number = isinstance(old, int | float) and not isinstance(old, bool)
+        if is_number and isinstance(value, bool | str):
             raise TypeError
         with config.unlocked():
             owner[name] = value
@@ -319,10 +305,7 @@ def load_config(location: str | Path) -> ConfigDict:
     """
     stem, suffix, row = str(location).partition(".py:")
     path = str(Path(stem + suffix.removesuffix(":")).expanduser())
-    needs = (
-        f"an existing Python file, relative to {Path.cwd()} or absolute; for the config of a run, "
-        "pass --workdir"
-    )
+    needs = f"an existing Python file (working directory: {Path.cwd()})"
     require("config", path, needs, path.endswith(".py") and Path(path).is_file())
     with _explain(path):
         get_config = runpy.run_path(path).get("get_config")
@@ -341,8 +324,7 @@ def load_config(location: str | Path) -> ConfigDict:
     with _explain(path):
         config = get_config(*words)
     needs = "a ConfigDict: base_config() with changes"
-    place = f"config={path}: the value of get_config()"
-    require(place, config, needs, isinstance(config, ConfigDict))
+    require(f"config={path}: get_config()", config, needs, isinstance(config, ConfigDict))
     return config
 
 
@@ -393,8 +375,7 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
     except (ValueError, AttributeError, TypeError) as error:
         raise InputError(
             f"workdir={workdir}: config.json cannot be used ({error}): pass the output directory "
-            "of a run (in a comparison, SETTING/seed_K) or, on the command line, --config with the "
-            "config file"
+            "of a run (in a comparison, SETTING/seed_K), or --config with a config file"
         ) from error
     if code and not trust:
         names = ", ".join(f"{field}={values[field]!r}" for field in code)
