@@ -42,40 +42,31 @@ def timm_card(config: ConfigDict) -> dict[str, Any]:
     """
     data = config.data
     model = config.model
-    needs = (
-        "'vit' or 'swin' to be exported: to get only the weights of a 'mixer' or 'convmixer', "
-        "call si.to_timm(model) in Python"
-    )
+    needs = "'vit' or 'swin'; for the weights of other models, call si.to_timm(model) in Python"
     require("config.model.name", model.name, needs, model.name in ("vit", "swin"))
     arguments = dict(
         in_chans=data.channels,
         num_classes=model.num_classes,
         img_size=data.image_size,
         patch_size=model.patch_size,
+        embed_dim=model.width,
+        mlp_ratio=model.mlp_ratio,
     )
-    if model.name == "vit":
+    if model.name == "swin":
+        name = "swin_tiny_patch4_window7_224"
+        arguments["depths"] = list(model.depths)
+        arguments["num_heads"] = list(model.num_heads)
+        arguments["window_size"] = model.window_size
+    else:
         rope = model.positions == "rope"
         by_token = model.pool == "class_token"
         name = "vit_small_patch16_rope_224" if rope else "vit_base_patch16_224"
-        arguments |= dict(
-            embed_dim=model.width,
-            depth=model.depth,
-            num_heads=model.num_heads,
-            mlp_ratio=model.mlp_ratio,
-            class_token=by_token,
-            global_pool="token" if by_token else "avg",
-        )
+        arguments["depth"] = model.depth
+        arguments["num_heads"] = model.num_heads
+        arguments["class_token"] = by_token
+        arguments["global_pool"] = "token" if by_token else "avg"
         if rope or model.layer_scale:  # timm's default: a scale only with rotary positions
             arguments["init_values"] = model.layer_scale or None
-    else:
-        name = "swin_tiny_patch4_window7_224"
-        arguments |= dict(
-            embed_dim=model.width,
-            depths=list(model.depths),
-            num_heads=list(model.num_heads),
-            window_size=model.window_size,
-            mlp_ratio=model.mlp_ratio,
-        )
     return {
         "architecture": name,
         "num_classes": model.num_classes,
