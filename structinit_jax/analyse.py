@@ -31,39 +31,29 @@ import numpy as np
 from absl import flags
 
 from structinit_jax import command_line
-from structinit_jax.analysis import figures
-from structinit_jax.analysis.collect import (
-    BATCH_SIZE,
-    Snapshot,
-    observe_run,
-    observe_start,
-    read_images,
-)
+from structinit_jax.analysis import collect, figures
 from structinit_jax.command_line import FLAGS
 from structinit_jax.compare.settings import expand
 from structinit_jax.data.folder import display_name
 from structinit_jax.errors import require
 from structinit_jax.files import replace_files
-from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.evaluation import restore_model
+from structinit_jax.training.workdir import START
 
 
 def define_flags() -> None:
     """Defines the flags specific to this command."""
     flags.DEFINE_list("schemes", [], "Initializations to compare, instead of a checkpoint.")
     text = "Number of training images, rounded down to a multiple of 8."
-    flags.DEFINE_integer("num_images", 64, text, lower_bound=BATCH_SIZE)
+    flags.DEFINE_integer("num_images", 64, text, lower_bound=collect.BATCH_SIZE)
 
 
-def write(snapshots: list[Snapshot], subject: str, out: Path) -> None:
+def write(snapshots: list[collect.Snapshot], subject: str, out: Path) -> None:
     """Writes the numbers and draws the figures, with `subject` in their titles."""
     models = []
-    for snapshot in snapshots:
-        layers = [
-            dict(name=layer.name, grid=layer.grid, measures=layer.measures)
-            for layer in snapshot.layers
-        ]
-        models.append(dict(name=snapshot.name, layers=layers))
+    for name, layers in snapshots:
+        numbers = [dict(name=x.name, grid=x.grid, measures=x.measures) for x in layers]
+        models.append(dict(name=name, layers=numbers))
     content = dict(subject=subject, models=models)
     text = json.dumps(content, indent=1, default=np.ndarray.tolist)
     has_maps = snapshots[0].layers[0].maps is not None
@@ -72,12 +62,9 @@ def write(snapshots: list[Snapshot], subject: str, out: Path) -> None:
         figures.draw_by_layer(snapshots, f"Measures by layer: {subject}", new / "by_layer.png")
         if has_maps:
             figures.draw_snapshots(snapshots, f"Attention maps: {subject}", new / "maps.png")
-            named = [(s.name, layer) for s in snapshots for layer in s.layers]
+            named = [(name, layer) for name, layers in snapshots for layer in layers]
             maps = {f"{name}/layer {layer.name}": layer.maps for name, layer in named}
             np.savez_compressed(new / "maps.npz", **maps)
-    if not has_maps:
-        for name in ("maps.npz", "maps.png"):  # left over from another model
-            (out / name).unlink(missing_ok=True)
 
 
 def main(overrides: command_line.Overrides) -> None:
@@ -87,18 +74,16 @@ def main(overrides: command_line.Overrides) -> None:
     require("--step", FLAGS.step, needs, has_run or not FLAGS.step)
     config = command_line.read_config(overrides)
     out = command_line.out_folder("analysis")
-    images = read_images(config, FLAGS.num_images)
+    images = collect.read_images(config, FLAGS.num_images)
     if has_run:
+        device = jax.local_devices()[:1]
         step = FLAGS.step or "newest"
-        devices = jax.local_devices()[:1]
-        model, state, _ = restore_model(
-            config, FLAGS.workdir, devices, step, level=workdir_lib.START
-        )
-        snapshots = observe_run(config, model, state, images)
+        model, state, _ = restore_model(config, FLAGS.workdir, device, step, level=START)
+        snapshots = collect.observe_run(config, model, state, images)
         when = ""
     else:
         settings = expand(config, FLAGS.schemes or [config.attention_init.name], {})
-        snapshots = [observe_start(setting, images) for setting in settings.values()]
+        snapshots = [collect.observe_start(setting, images) for setting in settings.values()]
         when = " before training"
     data = display_name(config.data.name, config.data.data_dir)
     subject = f"{config.model.name}{when}, {len(images)} training images of {data}"
