@@ -39,8 +39,7 @@ def open_path(workdir: epath.PathLike) -> epath.Path:
     except Exception as error:  # each storage has its own errors
         raise InputError(
             f"workdir={workdir} cannot be used ({type(error).__name__}: {error}): gs:// needs "
-            "pip install '.[gcs]', s3:// needs pip install '.[s3]', and both need access to the "
-            "bucket"
+            "pip install '.[gcs]', s3:// needs pip install '.[s3]'"
         ) from error
     return path
 

@@ -1,8 +1,4 @@
-"""Opens data sets by name: this package's own and, without TensorFlow, those prepared by TFDS.
-
-To use your own data set, write a function `my_dataset(data_dir) -> Dataset` that returns
-`Dataset.from_records(...)`, and name it in the config: `data.name="my_module:my_dataset"`.
-"""
+"""Opens data sets by name: this package's own and, without TensorFlow, those prepared by TFDS."""
 
 import contextlib
 import dataclasses
@@ -76,10 +72,8 @@ def _open_tfds(name, data_dir):
     builder = find_builder(name, data_dir)
     path = builder.data_path
     if not path.exists():
-        folder, _, _ = name.partition(":")
         raise InputError(
-            f"data set {name!r} is not prepared: looked in {path}. Pass data_dir=DIR, the folder"
-            f" that holds {folder}/, or download it with\n"
+            f"data set {name!r} is not prepared in {path}: pass another data_dir, or run\n"
             f"  python -m structinit_jax.prepare --name={name} --data_dir={builder.data_dir_root}"
         )
     with _errors_of_tfds(name, data_dir):
@@ -89,19 +83,14 @@ def _open_tfds(name, data_dir):
         class_names = features["label"].names
     if tfds.core.FileFormat.ARRAY_RECORD not in builder.info.available_file_formats():
         raise InputError(
-            f"data set {name!r} is not prepared as array_record. Convert it, once, where"
-            " TensorFlow is installed (pip install '.[prepare]'):\n"
+            f"data set {name!r} is not prepared as array_record. With TensorFlow installed, run\n"
             f"  tfds convert_format --dataset_version_dir={path} --out_file_format=array_record"
         )
     sizes = {split: info.num_examples for split, info in builder.info.splits.items()}
+    info = DatasetInfo(len(class_names), 1 if image.shape[2] == 1 else 3, sizes)
     # TFDS does not decode the images, because it cannot read CMYK.
-    decoders = {
-        key: tfds.decode.SkipDecoding()
-        for key, feature in features.items()
-        if isinstance(feature, tfds.features.Image)
-    }
-    channels = 1 if image.shape[2] == 1 else 3
-    info = DatasetInfo(len(class_names), channels, sizes)
+    images = [key for key, feature in features.items() if isinstance(feature, tfds.features.Image)]
+    decoders = {key: tfds.decode.SkipDecoding() for key in images}
     # array_record keeps one file open per shard; ImageNet has 1,088 shards.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 10_000)), hard))

@@ -79,8 +79,7 @@ class StoredImage:
         if isinstance(stored, bytearray | memoryview) or getattr(stored, "ndim", 0) == 1:
             stored = bytes(stored)
         needs = (
-            "the path of an image, the content of its file, or its pixels, uint8 [h, w] or "
-            "[h, w, 1 or 3]"
+            "the path or the content of an image file, or pixels, uint8 [h, w] or [h, w, 1 or 3]"
         )
         fits = isinstance(stored, str | os.PathLike | bytes)
         if isinstance(stored, np.ndarray):

@@ -60,13 +60,7 @@ def open_fashion_mnist(data_dir: Folder) -> Dataset:
     """
     root = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     folder = Path(data_dir or Path(root, "fashion_mnist").expanduser())
-    arrays = []
-    for name, sha256 in CHECKSUMS.items():
-        path = folder / f"{name}.gz"
-        if path.exists():
-            arrays.append(_parse_idx(path.read_bytes(), path, sha256))
-        else:
-            arrays.append(_download(f"{URL}/{path.name}", path, sha256))
+    arrays = [_read(folder / f"{name}.gz", sha256) for name, sha256 in CHECKSUMS.items()]
     splits = {
         split: _in_order(split, np.arange(len(labels)), images, labels)
         for split, images, labels in (("train", *arrays[:2]), ("test", *arrays[2:]))
@@ -84,8 +78,11 @@ def _in_order(split, indices, images, labels):
     return [{"image": images[index], "label": int(labels[index])} for index in order]
 
 
-def _download(url, path, sha256):
-    """Downloads a file, and puts it in place once its content has been verified."""
+def _read(path, sha256):
+    """Reads a file. If missing, it is downloaded, and put in place once it has been verified."""
+    if path.exists():
+        return _parse_idx(path.read_bytes(), path, sha256)
+    url = f"{URL}/{path.name}"
     print(f"Downloading {url} to {path.parent} (once).", flush=True)
     try:
         with urllib.request.urlopen(url, timeout=30) as response:
@@ -95,9 +92,8 @@ def _download(url, path, sha256):
         write_atomically(path, content)  # Other processes may download the same file.
     except (OSError, http.client.HTTPException) as error:  # the latter if the connection breaks
         raise InputError(
-            f"fashion_mnist: {url} cannot be downloaded to {path.parent} ({error}): pass the "
-            f"folder of its four files, {', '.join(f'{name}.gz' for name in CHECKSUMS)}, as "
-            "data_dir"
+            f"fashion_mnist: {url} cannot be downloaded to {path.parent} ({error}): set data_dir "
+            f"to a folder with {', '.join(f'{name}.gz' for name in CHECKSUMS)}"
         ) from error
     return array
 

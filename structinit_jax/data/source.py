@@ -204,9 +204,8 @@ def parse_split(spec: str, info: DatasetInfo) -> list[tuple[str, range]]:
     """Parses a split in TFDS syntax, for example `train[10%:]` or `train[:2000]+test`.
 
     Returns the name of the split and the indices in it for each term of the sum. Percentages are
-    rounded as in TFDS. TFDS's slices of shards are not supported, because the number of shards
-    depends on how the data set was prepared. Raises `InputError` if `spec` is malformed, selects no
-    example or names an unknown split.
+    rounded as in TFDS; its slices of shards are not supported. Raises `InputError` if `spec` is
+    malformed, selects no example or names an unknown split.
     """
 
     def problem(reason):
@@ -258,8 +257,7 @@ def count_common(first: str, second: str, info: DatasetInfo) -> int:
 def check_classes(info: DatasetInfo, num_classes: int) -> None:
     """Raises an `InputError` if a model's number of classes does not match the data set."""
     needs = (
-        f"{info.num_classes}, the number of classes in the data set (to evaluate a folder with"
-        " fewer classes, add empty subfolders for the others)"
+        f"{info.num_classes}, the number of classes in the data set (class folders may be empty)"
     )
     require("num_classes", num_classes, needs, num_classes == info.num_classes)
 
