@@ -2,10 +2,8 @@
 
     python -m structinit_jax.main --config=configs/vit_t_digits.py --workdir=/tmp/digits
 
---mode=eval evaluates the newest checkpoint. --step=best selects the one with the highest accuracy
-on config.data.eval_split. To avoid selecting it on test images, train with a validation split,
-such as --config.data.train_split=train[:90%] --config.data.eval_split=train[90%:], and evaluate
-with --mode=eval --step=best --config.data.eval_split=test.
+--mode=eval evaluates the newest checkpoint, or with --step=best the one with the highest accuracy
+on config.data.eval_split.
 
 Any field of the config can be set on the command line: --config.batch_size=256
 --config.model.depth=6 --config.attention_init.name=mimetic

@@ -34,8 +34,6 @@ from structinit_jax.training.state import make_initializer
 from structinit_jax.training.step import make_train_step
 from structinit_jax.training.train import NOT_FINITE_EXIT_CODE, PREEMPTED_EXIT_CODE, train
 
-LOG = "log.txt"
-
 
 def run_grid(
     settings: Mapping[str, ConfigDict],
@@ -226,7 +224,7 @@ def _train(config, run, label, stop):
 
     error_file = run.folder / report.ERROR
     error_file.write_text("")
-    log = (run.folder / LOG).open("a", buffering=1, errors="backslashreplace")
+    log = (run.folder / "log.txt").open("a", buffering=1, errors="backslashreplace")
     with log, contextlib.redirect_stdout(log):
         try:
             train(config.lock(), run.folder, stop_request=stop, on_evaluation=show_evaluation)

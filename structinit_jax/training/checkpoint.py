@@ -181,10 +181,9 @@ def find_step(directory: epath.PathLike, wanted: str | int = "newest") -> int | 
     kept), or the number of a step; raises `InputError` for anything else.
     """
     wanted = str(wanted)
-    step = None
-    needs = "'newest', 'best' or a step number"
     is_step = wanted in ("newest", "best") or wanted.isdecimal()
-    require("step", wanted, needs, is_step)
+    require("step", wanted, "'newest', 'best' or a step number", is_step)
+    step = None
     with distributed.shared_errors():
         if jax.process_index() == 0:
             folders = step_folders(directory)

@@ -23,7 +23,7 @@ from structinit_jax.errors import InputError, printable, require
 from structinit_jax.files import csv_text, open_path, write_atomically
 from structinit_jax.training import build, checkpoint, sharding
 from structinit_jax.training import workdir as workdir_lib
-from structinit_jax.training.state import AbstractModel, TrainState
+from structinit_jax.training.state import AbstractModel, TrainState, abstract_state
 from structinit_jax.training.step import MAX_IN_FLIGHT
 
 BATCH_SIZE = 64  # of `Classifier`
@@ -149,13 +149,11 @@ def restore_model(
     devices = devices or jax.devices()
     mesh = sharding.make_mesh(math.gcd(config.fsdp, len(devices)), devices)
     model = build.make_model(config, mesh)
-    count = jax.ShapeDtypeStruct((), np.int32, sharding=sharding.replicated(mesh))
-    abstract_state = TrainState(count, model.params, model.model_state, opt_state=None)
+    whole = abstract_state(model, optax.identity(), config.ema_decay > 0)
+    wanted = whole._replace(opt_state=None)
     if config.ema_decay:
-        averages = {"params": model.params, "model_state": model.model_state}
-        abstract_state = TrainState(count, None, None, opt_state=None, ema=averages)
-    state = checkpoint.restore(directory, number, abstract_state)
-    return model, state, run["class_names"]
+        wanted = wanted._replace(params=None, model_state=None)
+    return model, checkpoint.restore(directory, number, wanted), run["class_names"]
 
 
 @build.explain_errors()

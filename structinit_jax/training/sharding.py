@@ -124,21 +124,15 @@ def place_stacks(model: nnx.Module, mesh: Mesh) -> None:
     With FSDP, they gather the sharded weights of each block when it runs. The weights of the other
     blocks stay sharded.
     """
+    spec = PartitionSpec(mesh.axis_names)
+    on_shards = functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
+    gather = functools.partial(jax.tree.map, functools.partial(_gather, mesh=mesh))
     for _, node in nnx.iter_graph(model):
         if isinstance(node, StackedBlock):
             if mesh.size > 1:
-                node.on_shards = functools.partial(_on_shards, mesh)
+                node.on_shards = on_shards
             if mesh.shape[FSDP_AXIS] > 1:
-                node.hook = functools.partial(_gather_block, mesh)
-
-
-def _on_shards(mesh, function):
-    spec = PartitionSpec(mesh.axis_names)
-    return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec)
-
-
-def _gather_block(mesh, block):
-    return jax.tree.map(lambda weight: _gather(weight, mesh), block)
+                node.hook = gather
 
 
 def _gather(weight, mesh):
@@ -171,8 +165,6 @@ def gather_outside_stacks(
     """
 
     def gather(path, leaf):
-        if _is_in_stack(path, stacks):
-            return leaf
-        return _gather(leaf, mesh)
+        return leaf if _is_in_stack(path, stacks) else _gather(leaf, mesh)
 
     return jax.tree_util.tree_map_with_path(gather, params)

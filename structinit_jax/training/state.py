@@ -201,7 +201,7 @@ def initialize_from_file(
     except (OSError, SafetensorError) as error:
         raise InputError(
             f"config.start_from={path!r} cannot be read: {error}. It must be a safetensors file of "
-            "a timm model, such as one that structinit_jax.export writes"
+            "a timm model"
         ) from error
     draw = jax.jit(lambda seed: split_model(model.create(split_seed(seed)[0]))[1:])
     student = nnx.merge(model.graphdef, *jax.device_get(draw(np.uint32(seed))))
