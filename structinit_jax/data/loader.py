@@ -172,10 +172,7 @@ class HostLoader(Loader):
         def start(step):
             first = step * batch_size + process_index * size
             indices = order(first, first + size)
-            batch = {
-                "image": np.empty(shape, np.uint8),
-                "label": np.empty(size, np.int32),
-            }
+            batch = {"image": np.empty(shape, np.uint8), "label": np.empty(size, np.int32)}
             rows = [range(size)[i : i + chunk] for i in range(0, size, chunk)]
             return batch, [pool.submit(self._fill, batch, r, first, indices) for r in rows]
 
@@ -225,8 +222,6 @@ class DeviceLoader(Loader):
     def _batches(self, order, steps, batch_size):
         # One epoch plus the overlap of its last batch.
         window = len(self) + batch_size
-        indices = None
-        offset = None
         end = -1
         for step in steps:
             first = step * batch_size
