@@ -130,8 +130,7 @@ def report(dataset: Dataset, num_checked: int) -> None:
             bad += line.startswith("bad: ")
     if bad:
         raise InputError(
-            f"fix the {bad} bad images or labels above, or train without the images that cannot "
-            "be decoded, with --config.data.on_bad_image=skip"
+            f"fix the {bad} bad images or labels above, or pass --config.data.on_bad_image=skip"
         )
 
 

@@ -69,10 +69,7 @@ def main(overrides: command_line.Overrides) -> None:
     of_grid = {"config"} <= given <= {"config", "schemes", "grid"}
     of_table = {"table"} <= given <= {"table", "rows"}
     if not (of_grid or of_table):
-        raise InputError(
-            "pass either --config (and optionally --schemes, --grid) or --table (and optionally "
-            "--rows)"
-        )
+        raise InputError("pass --config (and --schemes, --grid) or --table (and --rows)")
     rows = {}
     if of_table:
         rows = settings_lib.read_table(FLAGS.table, FLAGS.rows)

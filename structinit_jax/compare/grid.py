@@ -135,8 +135,7 @@ def _merge(workdir, new, settings, rows):
             facts["seeds"] = sorted({*old[name]["seeds"], *facts["seeds"]})
         elif (workdir / name).exists():
             raise InputError(
-                f"{workdir / name} holds runs that {workdir_lib.COMPARISON} does not list: move "
-                "the folder elsewhere, or use another --workdir"
+                f"{workdir / name} holds runs that {workdir_lib.COMPARISON} does not list: move it"
             )
         for data, new_digest in facts["data"].items():
             digests = [each["data"][data] for each in earlier if data in each["data"]]

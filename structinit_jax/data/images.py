@@ -78,9 +78,7 @@ class StoredImage:
     def __init__(self, stored: Any, channels: int, name: str):
         if isinstance(stored, bytearray | memoryview) or getattr(stored, "ndim", 0) == 1:
             stored = bytes(stored)
-        needs = (
-            "the path or the content of an image file, or pixels, uint8 [h, w] or [h, w, 1 or 3]"
-        )
+        needs = "the path or content of an image file, or pixels, uint8 [h, w] or [h, w, 1 or 3]"
         fits = isinstance(stored, str | os.PathLike | bytes)
         if isinstance(stored, np.ndarray):
             fits = stored.dtype == np.uint8 and stored.shape[2:] in ((), (1,), (3,))

@@ -140,10 +140,7 @@ def make_mesh(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -
         mesh = sharding.make_mesh(config.fsdp, devices)
     batch_size = config.batch_size
     divisor = mesh.size * config.accumulate_steps
-    needs = (
-        f"a multiple of {divisor}: the batch is split over {mesh.size} devices and "
-        f"config.accumulate_steps={config.accumulate_steps}"
-    )
+    needs = f"a multiple of {divisor}, {mesh.size} devices times config.accumulate_steps"
     require("config.batch_size", batch_size, needs, batch_size % divisor == 0)
     return mesh
 

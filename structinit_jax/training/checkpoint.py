@@ -70,8 +70,7 @@ class Checkpoints:
         self._runs = dict(checkpoint_files.intact_runs(folders))
         if not self._runs and any(map(self._is_damaged, folders)):
             raise InputError(
-                f"{self.directory} has no intact checkpoint: repair one, or delete the directory "
-                "to start over"
+                f"{self.directory} has no intact checkpoint: repair one, or move the directory"
             )
 
     def _is_damaged(self, folder):
@@ -100,8 +99,7 @@ class Checkpoints:
         if jax.process_index() == 0:
             if (folder / STATE).exists() and not checkpoint_files.is_ours(folder):
                 raise InputError(
-                    f"{folder} has {STATE}/ next to files of another program: move the folder "
-                    "elsewhere and run the same command again to resume"
+                    f"{folder} has {STATE}/ next to files of another program: move it elsewhere"
                 )
             # A damaged checkpoint of the same step may have left it.
             (folder / RUN_FILE).unlink(missing_ok=True)

@@ -235,8 +235,7 @@ def _check_finite(steps, checkpoints, config):
         trust = " --trust_workdir" if config_lib.own_code(config) else ""
         raise StoppedError(
             f"after step {step} the state is not finite (loss {values['loss']}, gradient norm "
-            f"{values['gradient_norm']}, learning rate {values['learning_rate']}). Training stops; "
-            "the checkpoints are not affected.\n"
+            f"{values['gradient_norm']}, learning rate {values['learning_rate']}).\n"
             f"To see the images of this step, run python -m structinit_jax.show --step={step} "
             f"--workdir={checkpoints.directory.parent}{trust}. The training command resumes from "
             f"step {checkpoints.latest_step or 0} and repeats the step: lower config.learning_rate "

@@ -174,8 +174,7 @@ def check_resume(
     if saved["data_digest"] != record["data_digest"]:
         raise InputError(
             f"config.data.train_split={config.data.train_split!r} does not hold the examples and "
-            f"classes that {place} was trained on: restore the old data, or start a new run in "
-            "another workdir"
+            f"classes that {place} was trained on: restore the data, or use another workdir"
         )
     if saved["evaluation"] != record["evaluation"]:
         print(f"note: {place} was evaluated in another way, so accuracies cannot be compared")
