@@ -142,10 +142,9 @@ def read_config(overrides: Overrides) -> ConfigDict:
     """Returns the config of --config, or else of the run in --workdir, with overrides applied."""
     if FLAGS.config is not None:
         config = config_lib.load_config(FLAGS.config)
+    elif FLAGS.workdir:
+        config = config_lib.load_run_config(FLAGS.workdir, bool(FLAGS.trust_workdir))
     else:
-        workdir = FLAGS.workdir
-        if not workdir:
-            raise InputError("--config or --workdir is required: a config file or a run directory")
-        config = config_lib.load_run_config(workdir, bool(FLAGS.trust_workdir))
+        raise InputError("--config or --workdir is required: a config file or a run directory")
     config_lib.set_fields(config, overrides)
     return config.lock()

@@ -126,8 +126,7 @@ def restore_model(
     """Restores the model of a run at step 'newest', 'best' or a number.
 
     Returns the model, its state without optimizer state, and the names of the classes by label.
-
-    With `config.ema_decay`, the weights are the moving averages that the run has kept.
+    With `config.ema_decay`, the state has only the moving averages of the weights.
 
     The number of devices (by default all) and `config.batch_size` can differ from training. Each
     copy of the weights is spread over gcd(`config.fsdp`, number of devices) devices. Raises
