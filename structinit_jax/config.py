@@ -305,7 +305,10 @@ def load_config(location: str | Path) -> ConfigDict:
     """
     stem, suffix, row = str(location).partition(".py:")
     path = str(Path(stem + suffix.removesuffix(":")).expanduser())
-    needs = f"an existing Python file (working directory: {Path.cwd()})"
+    needs = (
+        f"an existing Python file, relative to {Path.cwd()} or absolute; for the config of a run, "
+        "pass --workdir"
+    )
     require("config", path, needs, path.endswith(".py") and Path(path).is_file())
     with _explain(path):
         get_config = runpy.run_path(path).get("get_config")

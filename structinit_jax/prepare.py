@@ -130,7 +130,8 @@ def report(dataset: Dataset, num_checked: int) -> None:
             bad += line.startswith("bad: ")
     if bad:
         raise InputError(
-            f"fix the {bad} bad images or labels above, or pass --config.data.on_bad_image=skip"
+            f"{bad} bad images or labels are listed above: fix them; to train without the images "
+            "that cannot be decoded, pass --config.data.on_bad_image=skip"
         )
 
 

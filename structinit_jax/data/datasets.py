@@ -73,7 +73,8 @@ def _open_tfds(name, data_dir):
     path = builder.data_path
     if not path.exists():
         raise InputError(
-            f"data set {name!r} is not prepared in {path}: pass another data_dir, or run\n"
+            f"data set {name!r} is not prepared: looked in {path}. Pass data_dir=DIR, the folder"
+            f" that holds {name.partition(':')[0]}/, or download it with\n"
             f"  python -m structinit_jax.prepare --name={name} --data_dir={builder.data_dir_root}"
         )
     with _errors_of_tfds(name, data_dir):
@@ -83,7 +84,8 @@ def _open_tfds(name, data_dir):
         class_names = features["label"].names
     if tfds.core.FileFormat.ARRAY_RECORD not in builder.info.available_file_formats():
         raise InputError(
-            f"data set {name!r} is not prepared as array_record. With TensorFlow installed, run\n"
+            f"data set {name!r} is not prepared as array_record. Convert it, once, where"
+            " TensorFlow is installed (pip install '.[prepare]'):\n"
             f"  tfds convert_format --dataset_version_dir={path} --out_file_format=array_record"
         )
     sizes = {split: info.num_examples for split, info in builder.info.splits.items()}

@@ -256,7 +256,10 @@ def count_common(first: str, second: str, info: DatasetInfo) -> int:
 
 def check_classes(info: DatasetInfo, num_classes: int) -> None:
     """Raises an `InputError` if a model's number of classes does not match the data set."""
-    needs = f"{info.num_classes}, the classes of the data set (class folders may be empty)"
+    needs = (
+        f"{info.num_classes}, the number of classes in the data set (to evaluate a folder with"
+        " fewer classes, add empty subfolders for the others)"
+    )
     require("num_classes", num_classes, needs, num_classes == info.num_classes)
 
 

@@ -70,7 +70,7 @@ class Checkpoints:
         self._runs = dict(checkpoint_files.intact_runs(folders))
         if not self._runs and any(map(self._is_damaged, folders)):
             raise InputError(
-                f"{self.directory} has no intact checkpoint: repair one, or move the directory"
+                f"{self.directory} has no intact checkpoint: move it away to start over"
             )
 
     def _is_damaged(self, folder):
