@@ -273,13 +273,17 @@ def digest(source: ImageSource, class_names: Sequence[str]) -> str:
     the split.
     """
     names = hashlib.sha256(source.rows.tobytes() + json.dumps(list(class_names)).encode())
+    is_listed = True  # records are read without their images
     for part in source.parts:
-        names.update(b"\0".join(getattr(part, "names", ())))
+        part_names = getattr(part, "names", None)  # computed on every access
+        names.update(b"\0".join(part_names or ()))
+        is_listed = is_listed and (isinstance(part, list) or part_names is not None)
     contents = hashlib.sha256()
     sample = source.evenly_spaced(MAX_DIGESTED)
-    if all(isinstance(part, list) or hasattr(part, "names") for part in source.parts):
-        names.update(source.labels().tobytes())
-        sizes = np.array(source.map(lambda image, label: image.num_bytes()), np.int64)
+    if is_listed:
+        listed = source.map(lambda image, label: (label, image.num_bytes()))
+        labels, sizes = np.array(listed, np.int64).reshape(-1, 2).T
+        names.update(labels.tobytes())
         contents.update(sizes.tobytes())
         sample = source if sizes.sum() <= SMALL_SET else sample
     checksums = sample.map(lambda image, label: image.checksum())
