@@ -47,7 +47,7 @@ if [[ -z $coordinator ]] && ! $dry_run && (: 3<> "/dev/tcp/127.0.0.1/$port") 2> 
   fail "--port=$port is in use, perhaps by another run: choose another port"
 fi
 
-mapfile -t gpus < <(seq 0 $((processes - 1)))
+gpus=()
 if [[ -n ${CUDA_VISIBLE_DEVICES:-} && -z $cpu_devices ]]; then
   IFS=, read -ra gpus <<< "$CUDA_VISIBLE_DEVICES"
   ((processes <= ${#gpus[@]})) ||
@@ -62,7 +62,7 @@ for ((i = 0; i < processes && !stopped; i++)); do
     virtual=--xla_force_host_platform_device_count=$cpu_devices
     devices=(JAX_PLATFORMS=cpu "XLA_FLAGS=${XLA_FLAGS:-} $virtual")
   else
-    devices=("CUDA_VISIBLE_DEVICES=${gpus[i]}")
+    devices=("CUDA_VISIBLE_DEVICES=${gpus[i]:-$i}")
   fi
   command=(env "${devices[@]}" "${PYTHON:-python}" -m structinit_jax.main "$@"
     "--coordinator_address=${coordinator:-127.0.0.1:$port}"
@@ -76,7 +76,8 @@ for ((i = 0; i < processes && !stopped; i++)); do
 done
 $dry_run && exit
 
-# The first failure ends all processes: the others would wait for the failed one forever.
+# The first failure ends all processes: the others would wait for the failed one forever. There is
+# no process substitution above, because `wait -n` of bash 5.3 would return for it too.
 status=0
 for ((left = ${#pids[@]}; left > 0; left--)); do
   code=0

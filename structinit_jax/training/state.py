@@ -77,8 +77,9 @@ def abstract_model(
         attributes = vars(node) if isinstance(node, nnx.Module) else {}
         for name, value in attributes.items():
             needs = "an nnx.Variable or a NumPy array: Flax cannot trace other arrays of a model"
-            is_lost = isinstance(value, jax.core.Tracer)
-            require(f"{type(node).__name__}.{name}", value, needs, not is_lost)
+            # Before Python 3.14, Flax takes such an array for a constant, and a tracer is left.
+            is_array = isinstance(value, jax.core.Tracer | jax.ShapeDtypeStruct)
+            require(f"{type(node).__name__}.{name}", value, needs, not is_array)
     sharding.place_stacks(model, mesh)
     stacks = model.stacks()
     graphdef, params, model_state = split_model(model)
