@@ -143,20 +143,26 @@ GIVEN = {
 def test_an_example_runs(name, request, tmp_path, monkeypatch):
     code = EXAMPLES[name]
     given = "".join(text for part, text in GIVEN.items() if part in code)
-    if needs_timm := re.search(r"^import .*\btimm\b", given + code, re.MULTILINE):
-        pytest.importorskip("timm")
+    if needs := re.search(r"^import .*\b(timm|datasets)\b", given + code, re.MULTILINE):
+        pytest.importorskip(needs[1])
     monkeypatch.chdir(tmp_path)
     if name == "predict":
         Path("DIR").symlink_to(request.getfixturevalue("finished_run").workdir)
         Image.new("L", (8, 8)).save("image.jpg")
     values = {}
     exec(given, values)
-    if given or needs_timm or name == "predict":
+    if given or needs or name == "predict":
         exec(code, values)
     else:
         nnx.eval_shape(lambda: exec(code, values))  # tracing takes a tenth of the time
     if name == "site":
         assert values["weights"].query.shape == (12, 192, 3, 64)
+    if name == "hub":
+        for label in (0, 1):
+            write_image(tmp_path / "train" / f"class {label}" / "image.png", label)
+        source = values["image_folder"](tmp_path).split("train")
+        assert [image.decode()[0, 0, 0] for image, _ in source.read([0, 1])] == [0, 1]
+        assert source.labels().tolist() == [0, 1]
     if name == "my_config":
         validate(values["get_config"]())
 
