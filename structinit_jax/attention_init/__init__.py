@@ -82,10 +82,11 @@ def impulse(
 
         softmax(σ X Q Kᵀ Xᵀ) ≈ H,
 
-    where H attends to the neighbor at the head's offset (2024, equation 8; see `absolute`). This
-    scheme gets closer to H, at the same norms, than `impulse_2024` and `impulse_2025`. Once
-    compiled, it takes less than a second on 14×14 tokens (two with learned positions); the time
-    grows with the square of the number of tokens.
+    where H attends to the neighbor at the head's offset (2024, equation 8; see `absolute`).
+    `impulse_2024` and `impulse_2025` solve for Q and K as the papers do, with algorithm 1 and a
+    pseudo-inverse; this scheme gets closer to H at the same norms. Once compiled, it takes less
+    than a second on 14×14 tokens (two with learned positions); the time grows with the square of
+    the number of tokens.
 
     The product of value and output projection is near -0.4 I, as in the 2025 paper's program,
     although the text of both papers sets only Q and K. To set only these, wrap the scheme:
