@@ -107,6 +107,14 @@ def run(*arguments, timeout=300, exit_code=0, **options):
     return result
 
 
+def error_of(*arguments, **options):
+    """Runs a command that a mistake ends, and returns the one error that it prints."""
+    result = run(*arguments, exit_code=2, **options)
+    assert "Traceback" not in result.stderr
+    (message,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    return message
+
+
 def free_port():
     """Returns a port of 127.0.0.1 on which a command can listen.
 

@@ -28,11 +28,8 @@ CONFIG = "--config=configs/vit_t_digits.py"
     ],
 )
 def test_the_command_names_what_is_wrong(tmp_path, argument, words):
-    common = [CONFIG, f"--workdir={tmp_path}/run"]
-    result = fork_main.run(*common, argument, timeout=60, exit_code=2)
-    (message,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    message = fork_main.error_of(CONFIG, f"--workdir={tmp_path}/run", argument)
     assert not [word for word in words.split() if word not in message], message
-    assert "Traceback" not in result.stderr
 
 
 def test_a_mistake_is_named_where_no_device_works(tmp_path):
@@ -42,9 +39,7 @@ def test_a_mistake_is_named_where_no_device_works(tmp_path):
         "jax.config.update('jax_platforms', 'none')\n"
         "runpy.run_module('structinit_jax.main', run_name='__main__', alter_sys=True)\n"
     )
-    result = fork_main.run(CONFIG, module=str(script), timeout=60, exit_code=2)
-    assert "error: --workdir is required" in result.stderr
-    assert "Traceback" not in result.stderr
+    assert "--workdir" in fork_main.error_of(CONFIG, module=str(script))
 
 
 def test_an_import_defines_no_flags(tmp_path):
@@ -89,9 +84,8 @@ def test_help_lists_the_flags_that_commands_share():
 
 def test_fields_may_be_in_a_file_of_flags(tmp_path):
     (tmp_path / "flags").write_text(f"{CONFIG}\n-config.seed=x\n")
-    arguments = ("--flagfile", tmp_path / "flags", "--config.batch_size=32")
-    result = fork_main.run(*arguments, exit_code=2)
-    assert "error: config.seed=x must be of type int" in result.stderr
+    message = fork_main.error_of("--flagfile", tmp_path / "flags", "--config.batch_size=32")
+    assert message.startswith("error: config.seed=x ")
 
 
 def test_code_that_a_workdir_names_runs_only_with_consent(workdir, tmp_path):
@@ -102,9 +96,7 @@ def test_code_that_a_workdir_names_runs_only_with_consent(workdir, tmp_path):
     with pytest.raises(InputError, match="os:system"):
         Classifier(workdir)
     arguments = f"--workdir={workdir}", "--mode=eval"
-    result = fork_main.run(*arguments, exit_code=2)
-    assert "data.name='os:system'" in result.stderr
-    assert "--trust_workdir" in result.stderr
+    assert "data.name='os:system'" in fork_main.error_of(*arguments)
     assert not trace.exists()
     fork_main.run(*arguments, "--trust_workdir", exit_code=2)
     assert trace.exists()
