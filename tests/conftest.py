@@ -118,6 +118,16 @@ def read_metrics(workdir):
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
+def assert_close(found, expected, **tolerance):
+    """Compares two trees of arrays; an error names the leaf."""
+
+    def compare(path, a, b):
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(a, b, err_msg=name, **tolerance)
+
+    jax.tree.map_with_path(compare, found, expected)
+
+
 def make_batch(**arrays):
     """A batch of random digits, with arrays replaced or added."""
     rng = np.random.default_rng(0)

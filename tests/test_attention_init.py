@@ -1,7 +1,6 @@
 """Properties shared by all schemes, and how the schemes check and pass on their options."""
 
 import dataclasses
-import functools
 import itertools
 import re
 
@@ -9,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import assert_close
 
 import structinit_jax as si
 from structinit_jax.attention_init import SCHEMES
@@ -77,8 +77,7 @@ def test_every_scheme_has_the_documented_shapes_and_can_be_traced(name, site_typ
         assert weights.filters.shape[1:] == tuple(2 * side - 1 for side in site.grid)
         assert index.max() < len(weights.filters)
         assert len(index) == (2 if name == "impulse_mimetic" else 3)  # half of three, rounded up
-    close = functools.partial(np.testing.assert_allclose, atol=TOLERANCES.get(name, 1e-4))
-    jax.tree.map(close, scheme(RNG, site), weights)
+    assert_close(scheme(RNG, site), weights, atol=TOLERANCES.get(name, 1e-4))
 
 
 @pytest.mark.parametrize(("name", "site_type"), UNSUPPORTED)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import references
+from conftest import assert_close
 from flax import nnx
 
 from structinit_jax.models.convmixer import ConvMixer, _convolve, convolve_depthwise
@@ -70,8 +71,7 @@ def test_shifted_products_equal_the_convolution_that_accelerators_compile(size):
     inputs = jax.random.normal(rngs[0], (2, 5, 7, 6)), jax.random.normal(rngs[1], (size, size, 6))
     ours = jax.jit(jax.value_and_grad(functools.partial(loss, convolve_depthwise), argnums=(0, 1)))
     theirs = jax.value_and_grad(functools.partial(loss, _convolve), argnums=(0, 1))(*inputs)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
-    jax.tree.map(close, ours(*inputs), theirs)
+    assert_close(ours(*inputs), theirs, rtol=1e-4, atol=1e-4)
     traced = ours.trace(*inputs)
     assert "stablehlo.convolution" not in traced.lower(lowering_platforms=("cpu",)).as_text()
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("stablehlo.convolution") == 3

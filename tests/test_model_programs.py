@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import assert_close
 from flax import nnx
 from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -77,7 +78,7 @@ def test_blocks_one_by_one_agree_with_the_scan(monkeypatch):
     monkeypatch.setattr(jax.lax, "platform_dependent", run_cuda_branch)
     train_one_by_one = train_fn.__wrapped__("vit", remat="full")
     found = train_one_by_one(*split_model(make("vit"))[1:], jax.random.key(0))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found, expected)
+    assert_close(found, expected, atol=1e-5)
 
 
 def test_a_scan_in_one_step_recomputes_too():

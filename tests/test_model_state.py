@@ -1,12 +1,11 @@
 """Training a model that has more than parameters: running statistics and fixed filters."""
 
-import functools
 import shutil
 
 import jax
 import numpy as np
 import pytest
-from conftest import make_batch, make_tiny_config, place, read_metrics, set_up
+from conftest import assert_close, make_batch, make_tiny_config, place, read_metrics, set_up
 
 from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
@@ -41,8 +40,7 @@ def test_one_and_eight_devices_normalize_by_the_global_batch(config, setup, firs
         state, metrics = setup.train_step(state, batch, np.uint32(0))
         single_state, single_metrics = single.train_step(single_state, batch, np.uint32(0))
         np.testing.assert_allclose(metrics["loss"], single_metrics["loss"], rtol=1e-5)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5)
-    jax.tree.map(close, *jax.device_get((state.model_state, single_state.model_state)))
+    assert_close(state.model_state, single_state.model_state, rtol=1e-3, atol=1e-5)
 
 
 def test_runs_update_only_statistics_and_resume(config, setup, first_state, tmp_path):

@@ -1,6 +1,7 @@
 import jax
 import numpy as np
 import pytest
+from conftest import assert_close
 from flax import nnx
 from safetensors.numpy import save_file
 from tiny_models import make
@@ -79,14 +80,14 @@ def test_weights_are_the_same_with_xla_options_for_programs_that_run_once(tiny_c
     expected = start(tiny_config).weights
     monkeypatch.delenv("XLA_FLAGS")  # its options would take precedence
     found = start(tiny_config).weights
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), found, expected)
+    assert_close(found, expected, atol=1e-7)
 
 
 def test_a_seed_gives_the_same_weights_on_any_number_of_devices(tiny_config):
     tiny_config.model.update(width=64, depth=4, num_heads=4)
     meshes = make_mesh(devices=jax.devices()[:1]), make_mesh(fsdp=4)
     one, several = (start(tiny_config, mesh).weights for mesh in meshes)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one, several)
+    assert_close(one, several, atol=1e-5)
 
 
 def test_targets_out_of_reach_are_reported_once(tiny_config, capsys):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import make_batch, make_tiny_config, place, set_up
+from conftest import assert_close, make_batch, make_tiny_config, place, set_up
 from flax import nnx
 from scipy.special import log_softmax
 
@@ -157,8 +157,7 @@ def test_a_batch_in_parts_takes_the_same_step(config, setup, first_state):
     parts, metrics = in_parts.train_step(place(first_state, in_parts), make_batch(), np.uint32(0))
     for name in ("loss", "accuracy", "gradient_norm"):
         np.testing.assert_allclose(metrics[name], whole_metrics[name], rtol=1e-4)
-    close = functools.partial(np.testing.assert_allclose, atol=1e-5)
-    jax.tree.map(close, parts.params, whole.params)
+    assert_close(parts.params, whole.params, atol=1e-5)
 
 
 def test_averages_follow_the_weights_and_statistics_the_parts_of_a_batch(config):
@@ -177,11 +176,10 @@ def test_averages_follow_the_weights_and_statistics_the_parts_of_a_batch(config)
         run(model, part)
     expected = split_model(model)[2]
     state, metrics = setup.train_step(place(start, setup), batch, np.uint32(0))
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
-    jax.tree.map(close, state.model_state, expected)
+    assert_close(state.model_state, expected, rtol=1e-4, atol=1e-6)
     new = jax.device_get({"params": state.params, "model_state": state.model_state})
     averages = jax.tree.map(lambda old, new: 0.75 * old + 0.25 * new, start.ema, new)
-    jax.tree.map(close, state.ema, averages)
+    assert_close(state.ema, averages, rtol=1e-4, atol=1e-6)
     assert metrics["finite"]
     infinite = jax.tree.map(lambda x: np.full_like(x, np.inf), start.model_state)
     bad = start._replace(model_state=infinite)

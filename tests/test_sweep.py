@@ -6,7 +6,7 @@ import fork_main
 import jax
 import numpy as np
 import pytest
-from conftest import set_up
+from conftest import assert_close, set_up
 
 from structinit_jax.errors import InputError
 from structinit_jax.training import build
@@ -45,5 +45,4 @@ def test_runs_that_train_at_once_equal_single_runs(tiny_config, caplog):
     source = build.open_split(tiny_config, build.open_data(tiny_config), "train_split")
     for batch in build.train_batches(tiny_config, source, run.model.mesh, 0, 3):
         expected, _ = run.train_step(expected, batch, np.uint32(1))
-    found = jax.tree.map(lambda leaf: leaf[1, 3], state.params)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found, expected.params)
+    assert_close(jax.tree.map(lambda leaf: leaf[1, 3], state.params), expected.params, atol=1e-5)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import references
+from conftest import assert_close
 from flax import nnx
 from references.vit_cases import CASES, SMALL
 
@@ -32,10 +33,7 @@ def make_timm(**options):
     return make(**(SMALL | dict(positions="learned") | options))
 
 
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
+assert_equal = functools.partial(assert_close, rtol=0)
 
 
 @pytest.fixture(scope="module")

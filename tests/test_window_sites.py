@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import assert_close
 from flax import nnx
 from foreign_models import split, state_dict
 
@@ -49,10 +50,8 @@ def test_a_swin_gets_the_weights_of_our_trainer():
     ours.initialize_attention(scheme, RNG)
     expected, start = timm.to_timm(ours), timm.to_timm(model())
     found = interop.initialize(start, scheme, RNG)
-    assert found.keys() == start.keys()
-    for key, value in expected.items():
-        np.testing.assert_allclose(found[key], value, atol=1e-6, err_msg=key)
-        assert found[key].dtype == start[key].dtype
+    assert_close(found, expected, atol=1e-6)
+    assert all(found[key].dtype == start[key].dtype for key in start)
     assert any(not np.array_equal(value, start[key]) for key, value in found.items())
 
 
