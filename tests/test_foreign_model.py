@@ -52,8 +52,7 @@ def without(part):
 
 
 def shapes(**modules):
-    names = {k.replace("__", "."): shape for k, shape in modules.items()}
-    return {f"{name}.weight": np.ones(shape, np.float32) for name, shape in names.items()}
+    return {f"{k.replace('__', '.')}.weight": np.ones(s, np.float32) for k, s in modules.items()}
 
 
 def stages():
@@ -69,35 +68,30 @@ def stages():
 ONES, WIDE = np.ones(WIDTH, np.float32), np.ones((2 * WIDTH, WIDTH), np.float32)
 SEQUENCE_PATCHES = np.ones((WIDTH, 3, 16), np.float32)  # a convolution over a sequence
 REFUSED = {  # parameters, by a part of the message
-    r"attn\.kv\.weight.* other attention is not": lambda: shapes(
-        a__attn__kv=(8, 4), a__attn__sr=(4,)
-    ),
+    r"attn\.kv\.weight.* other attention": lambda: shapes(a__attn__kv=(8, 4), a__attn__sr=(4,)),
     r"params is a Module, .* state_dict\(\)": Module,
     "q_norm.weight may change the attention": lambda: changed(blocks__0__attn__q_norm__weight=ONES),
     "rel_pos.* may change the attention": lambda: changed(rel_pos__mlp__fc1__weight=ONES),
     r"norm1\.weight is not 1": lambda: changed(blocks__1__norm1__weight=2 * ONES),
     r"params: norm1\.weight is not 1": lambda: {  # a single block
-        name.removeprefix("blocks.1."): leaf
-        for name, leaf in changed(blocks__1__norm1__weight=2 * ONES).items()
+        name.removeprefix("blocks.1."): 2 * leaf
+        for name, leaf in state_dict("timm").items()
         if name.startswith("blocks.1.")
     },
     r"norm2\.bias is not 0": lambda: changed(blocks__1__norm2__bias=ONES),
     "positions: .* width 192: pass": lambda: without("pos_embed"),
     r"\.qkv\.weight .*not supported": lambda: changed(blocks__1__attn__qkv__weight=WIDE),
     "^grid: patch_embed": lambda: changed(patch_embed__proj__weight=SEQUENCE_PATCHES),
-    r"attn\.proj\.bias has dtype int8": lambda: changed(
-        blocks__1__attn__proj__bias=np.zeros(WIDTH, np.int8)
+    r"proj\.bias has dtype int8": lambda: changed(blocks__1__attn__proj__bias=np.int8(ONES)),
+    r"proj\.weight has shape \(0,\), as if .* partitioned": lambda: dict.fromkeys(
+        state_dict("timm"), np.zeros(0, np.float32)
     ),
     "has type ShapeDtypeStruct": lambda: jax.eval_shape(lambda: state_dict("timm")),
     r"hold no attention layers .* blocks\.1\.attn\.proj": lambda: without("blocks.1.attn.qkv"),
     r"hold no attention layers [^:]*, only fc\.weight": lambda: shapes(fc=(8, 4)),
     "several stages are not supported": stages,
     "detection_tokens belongs to tokens that": lambda: changed(detection_tokens=ONES),
-    "^grid: token_embedding": lambda: {
-        name: leaf
-        for name, leaf in changed(token_embedding__weight=WIDE).items()
-        if "patch_embed" not in name
-    },
+    "^grid: token_embedding": lambda: without("patch_embed") | {"token_embedding.weight": WIDE},
 }
 
 
@@ -144,12 +138,6 @@ def test_a_table_can_have_a_row_that_the_model_drops():
     assert new["pos_embed"].any(axis=-1).tolist() == [[True] + 16 * [False]]
 
 
-def test_partitioned_parameters_are_refused():
-    params = {name: np.zeros(0, np.float32) for name in state_dict("timm")}
-    with pytest.raises(InputError, match=r"proj\.weight has shape \(0,\), as if .* partitioned"):
-        site_of(params, num_heads=HEADS)
-
-
 def test_a_sequence_of_tokens_is_a_grid_of_one_row():
     positions = np.ones((1, 17, WIDTH), np.float32)
     params = changed(patch_embed__proj__weight=SEQUENCE_PATCHES, pos_embed=positions)
@@ -179,9 +167,8 @@ def test_a_layer_scale_that_hides_values_is_reported(name):
 
 
 def test_norms_that_may_be_rms_norms_are_reported():
-    params = {k: v for k, v in state_dict("timm").items() if not k.endswith("norm1.bias")}
     with pytest.warns(UserWarning, match=r"blocks\.0\.norm1 has no bias: if it is an RMSNorm"):
-        interop.initialize(params, normal_scheme, RNG, num_heads=HEADS)
+        interop.initialize(without("norm1.bias"), normal_scheme, RNG, num_heads=HEADS)
 
 
 def test_weights_and_schemes_that_do_not_fit_are_refused():
