@@ -12,8 +12,6 @@ from structinit_jax.errors import InputError
 
 GRID, WIDTH, HEADS, DIM, LAYERS = (5, 7), 48, 3, 16, 4
 RNG = jax.random.key(0)
-
-
 SITE = si.RotarySite(GRID, WIDTH, HEADS, DIM, LAYERS, DIM**-0.5, angles=si.rotary_angles(GRID, DIM))
 make_site = functools.partial(dataclasses.replace, SITE)
 
@@ -33,18 +31,14 @@ def head_maps(weights, site):
         np.einsum("D,LDhd->Lhd", weights.patch_bias, kernel)[:, :, None]
         for kernel in (weights.query, weights.key)
     )
-    cos, sin = np.cos(site.angles), np.sin(site.angles)
 
     def rotate(x):
-        if site.pairs == "halves":
-            a, b = np.split(x, 2, axis=-1)
-            return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-        a, b = x[..., ::2], x[..., 1::2]
-        return np.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(
-            *np.broadcast_shapes(x.shape, (1, 1, site.num_tokens, 1))
-        )
+        """Pairs of channels as complex numbers."""
+        a, b = np.split(x, 2, axis=-1) if site.pairs == "halves" else (x[..., ::2], x[..., 1::2])
+        return (a + 1j * b) * np.exp(1j * site.angles)
 
-    logits = np.einsum("Lhnd,Lhmd->Lhnm", rotate(query), rotate(key)) * site.qk_scale
+    products = np.einsum("Lhnd,Lhmd->Lhnm", rotate(query), rotate(key).conj())
+    logits = site.qk_scale * products.real
     return np.asarray(jax.nn.softmax(jnp.asarray(logits), axis=-1))
 
 

@@ -86,15 +86,14 @@ def test_mistaken_axes_are_refused(tiny_config, axis):
 def test_weights_that_replace_the_schemes_leave_nothing_to_compare(tiny_config):
     tiny_config.start_from = "model.safetensors"
     assert list(settings.expand(tiny_config.lock(), ["impulse"], {})) == ["selected_weights"]
-    for schemes, axes in (
-        (["impulse", "default"], {}),
-        (["impulse"], {"attention_init.dilation": "2"}),
+    for start_from, schemes, axes in (
+        ("a", ["impulse", "default"], {}),
+        ("a", ["impulse"], {"attention_init.dilation": "2"}),
+        ("", ["impulse", "default"], {"start_from": ["a", "b"]}),
     ):
+        tiny_config.start_from = start_from
         with pytest.raises(InputError, match=r"^config.start_from"):
             settings.expand(tiny_config, schemes, axes)
-    tiny_config.start_from = ""
-    with pytest.raises(InputError, match=r"^config.start_from"):
-        settings.expand(tiny_config, ["impulse", "default"], {"start_from": ["a", "b"]})
 
 
 # -- tables of the papers --------------------------------------------------------------------------
@@ -117,33 +116,27 @@ def test_the_options_of_a_scheme_may_stand_before_its_name():
     row = {"config": "configs/vit_t_digits.py", "fields": "model.depth=3 model.width=96"}
     model = settings.configs_of({"a": row}, [("model.depth", "5")])["a"].model
     assert (model.depth, model.width) == (5, 96)  # the command line takes precedence
-    with pytest.raises(InputError, match=r"--table=2024\.9"):
-        settings.read_table("2024.9")
 
 
-def test_rows_that_do_not_exist_are_named():
-    with pytest.raises(InputError, match=r"--rows='mimetc' .* 'mimetic'"):
-        settings.read_table("2024.2", ["cifar100", "mimetc"])
-    with pytest.raises(InputError, match=r"--rows='mimetic,cifar100,3'"):
-        settings.read_table("2024.2", ["mimetic", "cifar100", "3"])
-
-
-def test_tables_need_a_clone(tmp_path, monkeypatch):
+def test_tables_and_rows_that_do_not_exist_are_named(tmp_path, monkeypatch):
+    for message, *arguments in (
+        (r"--table=2024\.9", "2024.9"),
+        ("--rows='mimetc' .* 'mimetic'", "2024.2", ["cifar100", "mimetc"]),
+        ("--rows='mimetic,cifar100,3'", "2024.2", ["mimetic", "cifar100", "3"]),
+    ):
+        with pytest.raises(InputError, match=message):
+            settings.read_table(*arguments)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=r"--table='2024.2' must be given in a clone"):
         settings.read_table("2024.2")
 
 
 def test_a_setting_that_cannot_be_trained_is_refused_before_the_first_run(tiny_config, tmp_path):
-    def start():
-        grid.run_grid({"x": tiny_config}, [0], tmp_path)
-
-    tiny_config.loss = "hinge"
-    with pytest.raises(InputError, match=r"^setting x: config\.loss="):
-        start()
-    tiny_config.model.num_heads = 3
-    with pytest.raises(InputError, match=r"^setting x: .*num_heads"):
-        start()
-    tiny_config.attention_init = dict(name="impulse_2025")
-    with pytest.raises(InputError, match=r"^setting x: config\.model\.positions='sincos'"):
-        start()
+    for fields, message in (
+        (dict(loss="hinge"), r"config\.loss="),
+        (dict(model=dict(num_heads=3)), ".*num_heads"),
+        (dict(attention_init=dict(name="impulse_2025")), r"config\.model\.positions='sincos'"),
+    ):
+        tiny_config.update(fields)
+        with pytest.raises(InputError, match=f"^setting x: {message}"):
+            grid.run_grid({"x": tiny_config}, [0], tmp_path)

@@ -16,8 +16,8 @@ RNG = jax.random.key(7)
 GRID, TOKENS = (4, 6), 24
 
 
-def make_site(hidden=48, num_layers=2):
-    return TokenMixingSite(grid=GRID, hidden=hidden, num_layers=num_layers)
+def make_site(hidden=48):
+    return TokenMixingSite(grid=GRID, hidden=hidden, num_layers=2)
 
 
 @jax.jit
@@ -104,12 +104,11 @@ def test_impulses_stand_at_every_place_equally_often():
 @pytest.mark.parametrize("case", PROGRAM)
 def test_filters_of_2024_have_the_moments_of_the_program(case):
     name, size = case.split()
-    size = int(size)
     scheme = attention_init.default()
     if name != "random":
         scheme = attention_init.impulse_2024(taps=1 if name == "impulse" else int(name[3:]))
-    filters = kernels(scheme, size, width=1000, num_layers=20)
-    filters = np.moveaxis(filters, -1, 1).reshape(20_000, size**2)
+    filters = kernels(scheme, int(size), width=1000, num_layers=20)
+    filters = np.moveaxis(filters, -1, 1).reshape(20_000, int(size) ** 2)
     squares, expected = filters**2, {k: np.asarray(v) for k, v in PROGRAM[case].items()}
     errors = 5 * (2 / len(filters)) ** 0.5  # five standard errors of the difference of two samples
     tolerance = errors * expected["square"] ** 0.5
@@ -119,15 +118,12 @@ def test_filters_of_2024_have_the_moments_of_the_program(case):
     np.testing.assert_allclose((squares.sum(axis=1) ** 2).mean(), expected["norm4"], rtol=0.02)
 
 
-def test_given_kernels():
+def test_given_kernels_are_those_of_the_channels_and_others_refused():
     given = np.arange(18, dtype=np.float32).reshape(2, 3, 3)
     values = kernels(attention_init.impulse(filters=given), width=4)
     for channel in np.moveaxis(values[0], -1, 0):
         assert any(np.array_equal(channel, kernel) for kernel in given)
     with pytest.raises(InputError, match=r"^filters=array of shape \(2, 3, 3\) must be .*5, 5"):
         kernels(attention_init.impulse(filters=given), kernel_size=5)
-
-
-def test_more_taps_than_a_kernel_has_are_refused():
     with pytest.raises(InputError, match=r"^taps"):
         kernels(attention_init.impulse_2024(taps=10))
