@@ -176,25 +176,22 @@ def test_measures_are_drawn_by_layer(tmp_path, drawn):
     assert lines[1] == [(2, 0.5), (2, 0.5)]
 
 
-def test_a_run_is_compared_with_its_start_or_schemes(
-    tiny_config, finished_run, tmp_path, monkeypatch
-):
-    flags = dict(workdir=finished_run.workdir, schemes=[], num_images=8, step=None)
+def test_schemes_are_compared(tiny_config, finished_run, tmp_path, monkeypatch):
+    schemes = ["default", "impulse"]
+    flags = dict(workdir=finished_run.workdir, schemes=schemes, num_images=8, step=None)
     monkeypatch.setattr(analyse, "FLAGS", types.SimpleNamespace(**flags))
     monkeypatch.setattr(command_line, "read_config", lambda overrides: tiny_config)
     monkeypatch.setattr(command_line, "out_folder", lambda default: tmp_path)
     snapshots = []
     monkeypatch.setattr(analyse, "write", lambda found, *_: snapshots.extend(found))
-    analyse.FLAGS.schemes = ["default", "impulse"]
     analyse.main([])
-    assert [snapshot.name for snapshot in snapshots] == ["default", "impulse"]
+    assert [snapshot.name for snapshot in snapshots] == schemes
     masses = [snapshot.layers[0].measures["neighbor_mass"] for snapshot in snapshots]
     assert max(masses[0]) < 0.1 < min(masses[1])
     analyse.FLAGS.step = "5"
     with pytest.raises(InputError, match=r"^--step='5' must be left out with --schemes"):
         analyse.main([])
-    analyse.FLAGS.schemes = []
-    analyse.FLAGS.step = None
+    vars(analyse.FLAGS).update(schemes=[], step=None)
     tiny_config.seed = 9
     with pytest.raises(InputError, match=r"\n  seed: 0 -> 9\n"):
         analyse.main([])

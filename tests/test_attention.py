@@ -1,5 +1,3 @@
-"""Attention and its projections: the programs for each kind of device, and their results."""
-
 import re
 import types
 

@@ -1,5 +1,3 @@
-"""`base_init` of every family against the initial values of timm's models."""
-
 import jax
 import numpy as np
 import pytest

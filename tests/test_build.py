@@ -1,5 +1,3 @@
-"""The parts of a run built from a config, and the memory of its training step."""
-
 from pathlib import Path
 
 import jax

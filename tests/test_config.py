@@ -186,11 +186,8 @@ def test_the_row_after_the_colon_gives_the_arguments_of_get_config(tmp_path):
     folder.mkdir()
     file = folder / "c.py"
     file.write_text(FILE)
-    for row, expected in (
-        ("", ("cifar10", 6)),
-        (":stl10", ("stl10", 6)),
-        (":stl10,12", ("stl10", 12)),
-    ):
+    rows = {"": ("cifar10", 6), ":stl10": ("stl10", 6), ":stl10,12": ("stl10", 12)}
+    for row, expected in rows.items():
         config = config_lib.load_config(f"{file}{row}")
         assert (config.data.name, config.model.depth) == expected
     for row in ("mnist", "stl10,7", "stl10,6,1"):
@@ -240,10 +237,7 @@ def test_a_run_of_an_earlier_version_is_read_without_the_fields_that_are_gone(tm
 
 def test_required_arguments_of_a_model_of_the_users_own_are_read(tmp_path, capsys):
     config = config_lib.base_config(f"{__name__}:Required")
-    config.model.num_classes = 3
-    config.model.depth = 5
-    config.model.sizes = (2, 3)
-    config.model.options = {"scale": 0.5}
+    config.model.update(num_classes=3, depth=5, sizes=(2, 3), options={"scale": 0.5})
     (tmp_path / "config.json").write_text(config.to_json())
     read = config_lib.load_run_config(tmp_path, trust=True)
     assert read.model.to_dict() == config.model.to_dict()

@@ -1,5 +1,3 @@
-"""The rows of every file in configs/, checked against the papers' numbers and with the models."""
-
 import csv
 import functools
 import json

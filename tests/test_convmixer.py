@@ -1,5 +1,3 @@
-"""ConvMixer against timm with the same weights, and its running statistics and filters."""
-
 import functools
 
 import jax

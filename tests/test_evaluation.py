@@ -20,9 +20,7 @@ from structinit_jax.training.evaluation import Evaluation, write_by_class
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
-def test_a_checkpoint_is_evaluated_on_its_or_other_data(
-    tiny_config, finished_run, tmp_path, capsys
-):
+def test_a_checkpoint_is_evaluated_on_any_data(tiny_config, finished_run, tmp_path, capsys):
     results = evaluation.evaluate_checkpoint(tiny_config, finished_run.workdir, out=tmp_path)
     assert results == pytest.approx(finished_run.results, rel=1e-6)
     examples = np.bincount(open_dataset("digits").split("test[:90]").labels()).tolist()

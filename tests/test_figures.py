@@ -1,5 +1,3 @@
-"""Figures of training runs."""
-
 import numpy as np
 
 from structinit_jax import figures

@@ -1,5 +1,3 @@
-"""Comparisons over seeds: runs, resuming, and the command."""
-
 import csv
 import functools
 import itertools

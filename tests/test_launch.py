@@ -1,5 +1,3 @@
-"""The launch scripts: the commands they would run, and real runs of the local parts."""
-
 import fcntl
 import os
 import shlex

@@ -1,5 +1,3 @@
-"""GELU, linear layers and attention against JAX's own: values and gradients, in both dtypes."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,5 +1,3 @@
-"""The training command: interrupted and resumed, and from start to finish."""
-
 import json
 import re
 import runpy

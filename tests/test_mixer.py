@@ -1,5 +1,3 @@
-"""MLP-Mixer against timm with the same weights."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

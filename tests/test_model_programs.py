@@ -1,5 +1,3 @@
-"""Every model family: random numbers, recomputation, export, meshes."""
-
 import re
 
 import jax

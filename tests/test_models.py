@@ -1,5 +1,3 @@
-"""Every model family: names and fields, parameter counts, sites, schemes, and what is refused."""
-
 import functools
 import inspect
 import json

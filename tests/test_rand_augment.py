@@ -1,5 +1,3 @@
-"""Operations against Pillow on photographs and digits, draws and arguments against timm."""
-
 import functools
 import pathlib
 

@@ -1,5 +1,3 @@
-"""Reports of comparisons, from hand-written records, and their statistics."""
-
 import csv
 import json
 

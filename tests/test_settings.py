@@ -1,5 +1,3 @@
-"""Settings of a comparison: from flags and the papers' tables to configs."""
-
 import csv
 
 import pytest

@@ -1,5 +1,3 @@
-"""The placement of arrays, and what the devices exchange in a step."""
-
 import collections
 import math
 import re
@@ -54,9 +52,7 @@ def wide_config(tiny_config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on_cuda", [False, True])
-def test_data_parallel_devices_exchange_gradients_and_nothing_else(
-    wide_config, on_cuda, monkeypatch
-):
+def test_data_parallel_devices_exchange_only_gradients(wide_config, on_cuda, monkeypatch):
     def choose(*arguments, default, cuda=None, cpu=None):
         return (cuda or default)(*arguments)
 

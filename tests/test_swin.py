@@ -1,5 +1,3 @@
-"""Swin against timm with the same weights, its maps and its position bias."""
-
 import functools
 
 import jax

@@ -1,5 +1,3 @@
-"""Transforms of single images against Pillow and torchvision's definitions."""
-
 import functools
 
 import jax

@@ -1,5 +1,3 @@
-"""The ViT against timm with the same weights, its tokens and its positions."""
-
 import functools
 
 import jax
