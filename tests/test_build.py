@@ -117,6 +117,7 @@ def test_errors_name_the_fields_that_help_and_others_pass():
 
 @pytest.mark.usefixtures("library_promotion")
 def test_recomputing_saves_memory(tiny_config):
+    tiny_config.attention_init = dict(name="default")
     tiny_config.model.update(depth=6, mlp_ratio=8.0, drop_path=0.0)
     needed = []
     for remat in ("none", "dots", "full"):

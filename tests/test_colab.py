@@ -17,13 +17,9 @@ from PIL import Image
 SMALL = {  # replaces the parameter cell
     "quickstart": dict(EPOCHS=0.4, WORKDIR=""),
     "compare": dict(EPOCHS=0.4, SEEDS=1, SCHEMES=["impulse"], WORKDIR=""),
+    # A third, so that the ViT's training is the one of the other notebooks.
     "why_it_works": dict(
-        # A third, so that the ViT's training is the one of the other notebooks.
-        EPOCHS=0.4 / 3,
-        SEEDS=1,
-        CONVMIXERS=["fixed impulse"],
-        VITS=["default"],
-        WORKDIR="",
+        EPOCHS=0.4 / 3, SEEDS=1, CONVMIXERS=["fixed impulse"], VITS=["default"], WORKDIR=""
     ),
     "your_own_model": dict(DEPTH=2),
 }

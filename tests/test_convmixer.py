@@ -21,11 +21,6 @@ def make(**options):
 
 
 @jax.jit
-def evaluate(model, images):
-    return model(images)
-
-
-@jax.jit
 def train_forward(model, images):
     logits, out = model(images, rng=jax.random.key(0))
     return logits, out, nnx.state(model, nnx.BatchStat)
@@ -54,7 +49,7 @@ def test_logits_blocks_and_running_statistics_equal_timms(reference, mode):
             np.testing.assert_allclose(exported[name], expected, atol=1e-5, err_msg=name)
             assert np.abs(expected - arrays[f"state/{name}"]).max() > 1e-3
     else:
-        logits, out = evaluate(model, arrays["images"])
+        logits, out = jax.jit(model)(arrays["images"])
     for ours, theirs in zip(out["blocks"]["output"], arrays[f"{mode}/blocks"], strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
     np.testing.assert_allclose(logits, arrays[f"{mode}/logits"], atol=1e-4)

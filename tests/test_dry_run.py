@@ -47,6 +47,7 @@ needs_libtpu = pytest.mark.skipif(
 
 @needs_libtpu
 def test_a_step_is_compiled_for_a_tpu_slice(tiny_config, capsys):
+    tiny_config.model.depth = 1
     dry_run(tiny_config, "tpu-v5e:2x2")
     out = capsys.readouterr().out
     assert "4 × TPU v5 lite" in out
@@ -67,6 +68,7 @@ def test_impulse_is_compiled_for_a_tpu():
 
 @needs_libtpu
 def test_a_step_that_does_not_fit_is_refused_with_remedies(tiny_config):
+    tiny_config.model.depth = 1
     tiny_config.batch_size = 2**25
     with pytest.raises(InputError, match=r"memory.*config\.model\.remat=dots"):
         dry_run(tiny_config, "tpu-v5e:2x2")

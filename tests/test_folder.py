@@ -69,10 +69,7 @@ def test_slices_hold_some_of_every_class_and_partition_the_split(root, tmp_path_
         (lambda root: (root / "val" / "dog").symlink_to("/gone"), r"dog cannot be .*broken link"),
         (lambda root: (root / "val" / "cat").rename(root / "val" / "cats"), r"have: \['cats'\]"),
         (lambda root: [p.unlink() for p in (root / "train" / "cat").iterdir()], "train/cat has"),
-        (
-            lambda root: [(root / "train" / n).rename(root / n) for n in CLASSES],
-            "in train/, val/",
-        ),
+        (lambda root: [(root / "train" / n).rename(root / n) for n in CLASSES], "in train/, val/"),
     ],
 )
 def test_broken_folders_are_refused_by_name(root, change, reason):

@@ -173,12 +173,9 @@ def test_norms_that_may_be_rms_norms_are_reported():
 
 def test_weights_and_schemes_that_do_not_fit_are_refused():
     weights = read(state_dict("timm"), num_heads=HEADS)
-    for name, array in (
-        ("query", weights.query[:1]),
-        ("positions", weights.positions[:9]),
-        ("bias", weights.query),
-        ("patch_bias", ONES[:9]),
-    ):
+    wrong = dict(query=weights.query[:1], positions=weights.positions[:9])
+    wrong |= dict(bias=weights.query, patch_bias=ONES[:9])
+    for name, array in wrong.items():
         with pytest.raises(InputError, match=rf"^weights\.{name}"):
             write(state_dict("timm"), weights._replace(**{name: array}), num_heads=HEADS)
     with pytest.raises(InputError, match=r"^attention_init returned NoneType for"):

@@ -50,12 +50,10 @@ def start(tiny_config, tmp_path, monkeypatch):
     for name in ("make_initializer", "make_train_step"):
         monkeypatch.setattr(grid, name, lambda *_: None)
 
-    def run_grid(
-        schemes, seeds=(0, 1, 2), config=tiny_config, train=fake_train, axes=None, rows=None
-    ):
+    def run_grid(schemes, seeds=range(3), config=tiny_config, train=fake_train, axes=(), rows=None):
         trained = []
         monkeypatch.setattr(grid, "train", functools.partial(train, trained=trained))
-        configs = settings.expand(config, schemes, axes or {})
+        configs = settings.expand(config, schemes, dict(axes))
         return grid.run_grid(configs, list(seeds), tmp_path, rows), trained
 
     return run_grid

@@ -12,6 +12,8 @@ from structinit_jax.data import small
 from structinit_jax.data.datasets import CATALOG, open_dataset
 from structinit_jax.errors import InputError
 
+NOWHERE = "http://127.0.0.1:9"  # refuses connections at once, whatever the network
+
 
 def idx_bytes(array):
     header = struct.pack(f">BBBB{array.ndim}i", 0, 0, 8, array.ndim, *array.shape)
@@ -33,10 +35,8 @@ def test_digits_are_sklearns_in_the_documented_split():
     digits, dataset = load_digits(), open_dataset("digits")
     assert dataset.info == CATALOG["digits"]
     pixels = np.rint(digits.images * 255 / 16)
-    for split, indices in (
-        ("train", [i for i in range(1797) if i % 5 != 4]),
-        ("test", range(4, 1797, 5)),
-    ):
+    splits = {"train": [i for i in range(1797) if i % 5 != 4], "test": range(4, 1797, 5)}
+    for split, indices in splits.items():
         assert_holds(dataset, split, indices, pixels, digits.target)
     gray, color = (open_dataset("digits", channels=n).split("test")[0][0].decode() for n in (1, 3))
     np.testing.assert_array_equal(color, np.repeat(gray, 3, axis=-1))
@@ -60,11 +60,7 @@ def test_fashion_mnist_is_read_from_files_and_downloaded_once(files, tmp_path, m
     data_dir = tmp_path / "data"
     monkeypatch.setenv("TFDS_DATA_DIR", str(data_dir))
     # First from a URL, then from the download folder, then from the user's own folder.
-    for url, arguments in (
-        (folder.as_uri(), []),
-        ("http://127.0.0.1:9", []),
-        ("http://127.0.0.1:9", [folder]),
-    ):
+    for url, arguments in ((folder.as_uri(), []), (NOWHERE, []), (NOWHERE, [folder])):
         monkeypatch.setattr(small, "URL", url)
         dataset = open_dataset("fashion_mnist", *arguments)
         for split, prefix in (("train", "train"), ("test", "t10k")):
@@ -76,8 +72,7 @@ def test_fashion_mnist_is_read_from_files_and_downloaded_once(files, tmp_path, m
 
 
 def test_downloads_that_fail_are_named(files, tmp_path, monkeypatch):
-    # Port 9 of this host refuses connections at once, whatever the network.
-    monkeypatch.setattr(small, "URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(small, "URL", NOWHERE)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with pytest.raises(InputError, match=r"fashion_mnist: .*refused.*data_dir"):
         open_dataset("fashion_mnist", tmp_path / "data")
@@ -96,7 +91,7 @@ def test_downloads_that_fail_are_named(files, tmp_path, monkeypatch):
 
 def test_files_that_are_not_the_originals_are_named(files, tmp_path, monkeypatch):
     folder, _ = files
-    monkeypatch.setattr(small, "URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(small, "URL", NOWHERE)
     labels = folder / "t10k-labels-idx1-ubyte.gz"
     labels.write_bytes(labels.read_bytes()[:-5])
     with pytest.raises(InputError, match=r"t10k-labels.*gz is not the original file"):
