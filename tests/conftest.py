@@ -143,13 +143,13 @@ def set_up(config, devices=None):
     mesh = build.make_mesh(config, devices)
     schedule = build.make_schedule(config, 384)
     model = build.make_model(config, mesh)
-    initializer = state.make_initializer(config, model)
     optimizer = build.make_optimizer(config, schedule.learning_rate, model)
     abstract_state = state.abstract_state(model, optimizer, config.ema_decay > 0)
     abstract_batch = build.abstract_batch(config, mesh)
     step = make_train_step(config, model, optimizer, schedule.learning_rate)
 
     def initialize():
+        initializer = state.make_initializer(config, model)
         initial = state.initialize_model(config, model, initializer)
         return state.initialize_state(*initial.weights, optimizer, abstract_state)
 

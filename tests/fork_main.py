@@ -47,7 +47,7 @@ ENVIRONMENT = {"XLA_FLAGS": FAST_COMPILATION, "JAX_PLATFORMS": "cpu"}
 TINY = [  # arguments for a model that compiles in a second or two
     "--config=configs/vit_t_digits.py",
     "--config.model.width=16",
-    "--config.model.depth=2",
+    "--config.model.depth=1",
     "--config.model.num_heads=2",
     "--config.model.patch_size=2",
 ]

@@ -66,8 +66,10 @@ def test_images_are_a_fixed_part_of_the_training_split():
     assert collect._start_name(config) == "impulse"
     config.start_from = "teacher.safetensors"
     assert collect._start_name(config) == "selected weights"
+    mixer = make_config("mixer")
+    mixer.attention_init = dict(name="default")
     with pytest.raises(InputError, match=r"name='mixer'"):
-        collect.observe_start(make_config("mixer"), images)
+        collect.observe_start(mixer, images)
     config.data.train_split = "train[:5]"
     with pytest.raises(InputError, match=r"train_split=5 must be"):
         collect.read_images(config, NUM_IMAGES)

@@ -15,7 +15,7 @@ def test_a_run_killed_or_stopped_at_any_moment_ends_bit_equal(tmp_path):
         "--config.num_steps=120",
         "--config.batch_size=32",
         "--config.eval_every_epochs=1.5",
-        "--config.checkpoint_every_steps=18",  # not aligned with logging
+        "--config.checkpoint_every_steps=24",  # not aligned with logging
         "--config.log_every_steps=5",
         "--config.model.drop_path=0.2",
     ]

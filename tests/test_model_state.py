@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 @pytest.fixture(scope="module")
 def shared_config():
     config = make_tiny_config()
-    config.update(learning_rate=1e-2, weight_decay=0.5)
+    config.update(learning_rate=1e-2, weight_decay=0.5, checkpoint_every_steps=100)
     base = base_config("convmixer")
     config.model, config.attention_init = base.model, base.attention_init
     config.model.update(num_classes=10, width=16, depth=2, kernel_size=4, spatial_filters="fixed")

@@ -76,7 +76,7 @@ def test_the_position_bias_is_read_without_a_scatter_in_the_gradient():
     window, table = (2, 3), jax.random.normal(jax.random.key(0), (15, 4))
     expected = np.moveaxis(np.asarray(table)[relative_index(window)], -1, 0)
     np.testing.assert_array_equal(spread_bias(table, window), expected)
-    graphdef, params, _ = split_model(nnx.eval_shape(lambda: make("shifted")))
+    graphdef, params, _ = split_model(nnx.eval_shape(lambda: make("shifted", depths=(2, 2))))
 
     def loss(params):
         return nnx.merge(graphdef, params)(jnp.ones((1, 32, 32, 2)))[0].sum()

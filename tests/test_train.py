@@ -1,4 +1,5 @@
 import contextlib
+import functools
 import gzip
 import json
 
@@ -78,7 +79,7 @@ def test_training_writes_the_documented_files_and_output(finished_run):
 
 def test_averaged_weights_are_resumed_evaluated_and_exported(tiny_config, tmp_path, capsys):
     tiny_config.attention_init = dict(name="default")
-    tiny_config.update(seed=1, ema_decay=0.8)
+    tiny_config.update(seed=1, ema_decay=0.8, checkpoint_every_steps=100)
 
     def on_evaluation(step, results):
         # Hooks can use JAX as usual, although the training loop disallows implicit transfers.
@@ -127,7 +128,8 @@ def test_a_run_continues_with_fields_that_may_change(longer_config, workdir, cap
 
     def make(*args, **options):
         step = make_train_step(*args, **options)
-        return lambda *arguments: traced.append(1) or step(*arguments)
+        # Under its own name, so that the next tests find the program in the compilation cache.
+        return functools.wraps(step)(lambda *arguments: traced.append(1) or step(*arguments))
 
     monkeypatch.setattr(train, "make_train_step", make)
     monkeypatch.setattr(train.state_lib, "make_initializer", None)  # A resumed run needs none.
