@@ -178,8 +178,7 @@ def test_nothing_of_another_program_is_deleted(directory, capsys):
     for name in ("state.orbax-checkpoint-tmp-1", ".partial-1"):  # left by a killed process
         (directory / "12" / name).mkdir()
     names = ("16/notes.txt", "20/state_dict", "24/state/a", "24/b", "28")
-    others = [directory / name for name in names]
-    for path in others:
+    for path in (others := [directory / name for name in names]):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     with opened(directory) as checkpoints:
@@ -204,9 +203,6 @@ def test_a_renamed_checkpoint_and_one_without_a_part_of_a_process_are_damaged(di
     notes = capsys.readouterr().out
     assert "17: run.json belongs to step 12\n" in notes
     assert "8/index_1.json cannot be read" in notes
-
-
-# -- files of other checkpoints and programs -------------------------------------------------------
 
 
 def files_of(folder):

@@ -222,9 +222,6 @@ def test_what_is_no_config_file_is_described(tmp_path, text, message):
         config_lib.load_config(tmp_path / "c.py")
 
 
-# -- the config of a workdir -----------------------------------------------------------------------
-
-
 def test_a_run_of_an_earlier_version_is_read_without_the_fields_that_are_gone(tmp_path, capsys):
     config = make_config(seed=3)
     config.attention_init.sizes = (1, 2)  # for a custom scheme

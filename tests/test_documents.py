@@ -66,9 +66,6 @@ def test_links_modules_fields_and_names_exist(page):
         assert not {*re.findall(r"`(\w+_\w+)`", text)} - WORDS
 
 
-# -- examples in Python ----------------------------------------------------------------------------
-
-
 EXAMPLES = {  # by the comment before them, or by page and number
     name or f"{page} {number}": code
     for page, text in PAGES.items()
@@ -183,9 +180,6 @@ def test_the_examples_in_docstrings_run():
                 jax.eval_shape(run)
     assert runner.failures == 0
     assert runner.tries > 25
-
-
-# -- commands --------------------------------------------------------------------------------------
 
 
 # Commands that download data, train for hours, or are covered by test_analyse.py.

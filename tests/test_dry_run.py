@@ -37,9 +37,6 @@ def test_mistakes_are_found_without_data(tiny_config):
             dry_run(tiny_config)
 
 
-# -- accelerators that are not attached ------------------------------------------------------------
-
-
 needs_libtpu = pytest.mark.skipif(
     (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="libtpu has no wheel"
 )

@@ -62,7 +62,6 @@ def test_references_name_a_module_and_an_attribute():
 
 def test_control_characters_of_names_are_escaped():
     assert printable("Zürich 1×2 猫") == "Zürich 1×2 猫"
-    assert printable("a\x1b]0;t\x07\nerror: b\u202e\udc80") == (
-        r"a\x1b]0;t\x07\nerror: b\u202e\udc80"
-    )
+    escaped = r"a\x1b]0;t\x07\nerror: b\u202e\udc80"
+    assert printable("a\x1b]0;t\x07\nerror: b\u202e\udc80") == escaped
     assert printable("two\nlines\x1b", keep="\n") == "two\nlines\\x1b"

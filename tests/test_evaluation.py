@@ -90,9 +90,6 @@ def test_the_checkpoint_can_be_chosen(tiny_config, finished_run, tmp_path, capsy
             evaluation.evaluate_checkpoint(tiny_config, workdir, "5")
 
 
-# -- Classifier ------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def classify(finished_run):
     return evaluation.Classifier(finished_run.workdir, step=12)

@@ -35,9 +35,6 @@ def test_keras_hub_and_flax(out):
     assert (site.num_layers, site.num_heads, site.grid) == (2, HEADS, (4, 4))
 
 
-# -- models that are refused -----------------------------------------------------------------------
-
-
 class Module:
     def state_dict(self):
         raise AssertionError("its tensors would have to be converted")

@@ -216,9 +216,6 @@ def test_crop_with_scaled_decode_is_close_and_not_displaced(large_photo, orienta
         assert np.abs(got - np.roll(right, 1, axis=0)).mean() > (8 if orientation == 1 else 5)
 
 
-# -- center crops ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("size", "image_size", "crop_fraction", "resized", "corner"),
     [  # from timm's create_transform(is_training=False); size and resized are (height, width)

@@ -134,9 +134,6 @@ def test_each_device_gathers_its_own_part(device_loader):
     assert not any(word in text for word in ("all-gather", "all-reduce", "all-to-all"))
 
 
-# -- order -----------------------------------------------------------------------------------------
-
-
 def test_the_stream_is_shuffled_epochs_end_to_end():
     stream = stream_indices(seed=5, positions=np.arange(50), num_examples=10)
     epochs = stream.reshape(5, 10)

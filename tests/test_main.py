@@ -73,6 +73,5 @@ def test_a_run_is_evaluated_and_exported_by_its_workdir(finished_run, tmp_path):
     result = fork_main.run(*arguments, module="structinit_jax.export")
     assert result.stdout.startswith(f"wrote the weights of step 8 to {folder}\n")
     assert f'timm.create_model("local-dir:{folder}", pretrained=True)' in result.stdout
-    assert {path.name for path in folder.iterdir()} == {
-        *("class_map.pkl", "config.json", "model.safetensors")
-    }
+    files = {"class_map.pkl", "config.json", "model.safetensors"}
+    assert {path.name for path in folder.iterdir()} == files

@@ -21,6 +21,13 @@ def read_events(path):
     return events
 
 
+def write_steps(workdir):
+    log = MetricsLog(workdir, 0)
+    for step in (2, 4, 6):
+        log.write(step, {"train/loss": float(step)})
+    log.close()
+
+
 def test_every_write_is_one_json_line_and_tensorboard_scalars(tmp_path):
     log = MetricsLog(tmp_path, 0)
     log.write(2, {"train/loss": 1.5})
@@ -45,10 +52,7 @@ def test_every_write_is_one_json_line_and_tensorboard_scalars(tmp_path):
 def test_resuming_removes_the_steps_that_will_be_repeated(is_url, tmp_path, monkeypatch):
     monkeypatch.setattr(metrics_lib, "is_url", lambda path: is_url)  # a folder acts as the bucket
     (tmp_path / "tensorboard").mkdir()
-    log = MetricsLog(tmp_path, 0)
-    for step in (2, 4, 6):
-        log.write(step, {"train/loss": float(step)})
-    log.close()
+    write_steps(tmp_path)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "train/l')  # as a killed run can leave it
     resumed = MetricsLog(tmp_path, 4)
@@ -75,10 +79,7 @@ def test_a_full_disk_delays_only_the_events(tmp_path):
 
 @pytest.mark.parametrize("damage", [b"", b"3", b"\xff\xfe", b'{"x": 1}'])
 def test_a_damaged_line_is_left_out_and_named(damage, tmp_path, capsys):
-    log = MetricsLog(tmp_path, 0)
-    for step in (2, 4, 6):
-        log.write(step, {"train/loss": float(step)})
-    log.close()
+    write_steps(tmp_path)
     path = tmp_path / "metrics.jsonl"
     before = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([before[0], damage + b"\n", *before[1:]]))
@@ -89,14 +90,9 @@ def test_a_damaged_line_is_left_out_and_named(damage, tmp_path, capsys):
 
 
 def test_metrics_are_averaged_over_steps():
-    steps = {
-        step: {"loss": 0.1 * step, "learning_rate": 0.01 * step, "finite": True}
-        for step in range(1, 7)
-    }
-    assert average(steps) == {
-        "train/loss": pytest.approx(0.35),
-        "train/learning_rate": pytest.approx(0.06),
-    }
+    steps = {n: {"loss": 0.1 * n, "learning_rate": 0.01 * n, "finite": True} for n in range(1, 7)}
+    expected = {"train/loss": 0.35, "train/learning_rate": 0.06}  # the last step's rate
+    assert average(steps) == pytest.approx(expected)
 
 
 def test_speed_and_time_left_are_those_of_training_alone(monkeypatch, capsys):
@@ -109,19 +105,14 @@ def test_speed_and_time_left_are_those_of_training_alone(monkeypatch, capsys):
         with progress.wait(kind):
             now[0] += seconds
     values = progress.measure(150)
-    assert values == {
-        "images_per_second": 800.0,
-        "data_wait": 0.1,
-        "checkpoint_wait": 0.4,
-        "evaluation_wait": 0.2,
-    }
+    waits = {"data_wait": 0.1, "checkpoint_wait": 0.4, "evaluation_wait": 0.2}
+    assert values == {"images_per_second": 800.0, **waits}
     progress.show(100, values | {"train/loss": 0.5, "train/learning_rate": 1e-3})
     assert capsys.readouterr().out == (
         "step 100/1000100  epoch 10.0  loss 0.5000  lr 1.00e-03  800 images/s  22:13:20 left\n"
     )
     now[0] += 1
-    waits = {"data_wait": 0.0, "checkpoint_wait": 0.0, "evaluation_wait": 0.0}
-    assert progress.measure(152) == {"images_per_second": 128.0, **waits}
+    assert progress.measure(152) == {"images_per_second": 128.0, **dict.fromkeys(waits, 0.0)}
 
 
 def test_a_trace_ends_after_four_steps(tmp_path, capsys):

@@ -32,9 +32,6 @@ SCHEMES = {  # that set other arrays than the remaining ones, or their own
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
-# -- names and fields ------------------------------------------------------------------------------
-
-
 def test_signatures_have_the_fields_with_their_defaults():
     for model in FAMILIES.values():
         parameters = inspect.signature(model).parameters
@@ -157,9 +154,6 @@ def test_models_say_which_arrays_have_a_layer_axis():
     model = nnx.clone(make("vit"))
     model.stages = nnx.List([nnx.clone(model.blocks)])
     assert model.stacks() == ("blocks", "stages/0")
-
-
-# -- sites and schemes -----------------------------------------------------------------------------
 
 
 @jax.jit

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -130,11 +132,8 @@ def test_an_optimizer_of_optax_sees_one_layer_at_a_time(name, library_promotion)
         rng = np.random.default_rng(seed)
         blocks = {"kernel": (2, 128, 130), "bias": (2, 130), "out": {"kernel": (2, 2, 65, 128)}}
         sizes = {"heads": {0: (130, 10)}, "stage1": {"norm": (5,), "blocks": blocks}}
-        return jax.tree.map(
-            lambda size: rng.standard_normal(size, np.float32),
-            sizes,
-            is_leaf=lambda x: isinstance(x, tuple),
-        )
+        normal = functools.partial(rng.standard_normal, dtype=np.float32)
+        return jax.tree.map(normal, sizes, is_leaf=lambda x: isinstance(x, tuple))
 
     def listed(tree):
         """The tree with each stack replaced by a list of layers."""

@@ -94,9 +94,6 @@ def test_weights_that_replace_the_schemes_leave_nothing_to_compare(tiny_config):
             settings.expand(tiny_config, schemes, axes)
 
 
-# -- tables of the papers --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", TABLES)
 def test_every_row_has_a_config_and_a_baseline(name):
     rows = settings.read_table(name)

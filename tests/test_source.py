@@ -14,8 +14,6 @@ from structinit_jax.errors import InputError
 INFO = DatasetInfo(10, 1, {"train": 57, "test": 9})
 PIXELS = np.zeros((4, 4, 3), np.uint8)
 
-# -- splits ----------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     "spec",
@@ -26,18 +24,12 @@ PIXELS = np.zeros((4, 4, 3), np.uint8)
     ],
 )
 def test_splits_are_tfds(spec):
-    import tensorflow_datasets as tfds
+    from tensorflow_datasets import core
 
     sizes = INFO.num_examples
-    splits = {
-        name: tfds.core.SplitInfo(name=name, shard_lengths=[n], num_bytes=0)
-        for name, n in sizes.items()
-    }
-    theirs = tfds.core.ReadInstruction.from_spec(spec).to_absolute(splits)
-    expected = [
-        (part.splitname, range(part.from_ or 0, part.to or sizes[part.splitname]))
-        for part in theirs
-    ]
+    splits = {n: core.SplitInfo(name=n, shard_lengths=[k], num_bytes=0) for n, k in sizes.items()}
+    theirs = core.ReadInstruction.from_spec(spec).to_absolute(splits)
+    expected = [(p.splitname, range(p.from_ or 0, p.to or sizes[p.splitname])) for p in theirs]
     assert parse_split(spec, INFO) == expected
     assert split_size(spec, INFO) == sum(len(part) for _, part in expected)
 
@@ -53,9 +45,6 @@ def test_splits_are_tfds(spec):
 def test_bad_splits_are_refused_by_name(spec):
     with pytest.raises(InputError, match=r"^split='.* 'train' \(57\), 'test'"):
         parse_split(spec, INFO)
-
-
-# -- examples --------------------------------------------------------------------------------------
 
 
 def test_slices_and_reads_agree():
@@ -114,9 +103,6 @@ def test_common_examples_of_two_splits_are_counted():
         ("train+train", "train", 57),
     ):
         assert source_lib.count_common(first, second, INFO) == common
-
-
-# -- changed data ----------------------------------------------------------------------------------
 
 
 @pytest.fixture

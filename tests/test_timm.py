@@ -84,8 +84,6 @@ def test_fixed_positions_are_timms_pos_embed():
         from_timm(model, state_dict | {"pos_embed": state_dict["pos_embed"] + np.float32(1e-4)})
 
 
-# -- weight selection ------------------------------------------------------------------------------
-
 INPUT = dict(image_size=8, patch_size=4, channels=1)
 LEARNED = dict(positions="learned", pool="class_token")
 

@@ -52,12 +52,15 @@ def test_the_map_is_the_filter_or_its_closest_map_of_the_possible_rank(hidden):
         assert error < 0.4 * (singular**2).sum()
 
 
-def test_layers_have_filters_of_their_own():
+def test_layers_have_filters_and_weights_of_their_own():
     maps = np.asarray(spatial_maps(attention_init.impulse()(RNG, make_site())))
     targets = target_maps(GRID)
     found = [np.abs(targets - layer).max(axis=(1, 2)).argmin() for layer in maps]
     np.testing.assert_allclose(maps, targets[found], atol=1e-5)
     assert found[0] != found[1]
+    weights = attention_init.impulse(filters=np.ones((1, 3, 3)))(RNG, make_site())
+    first, second = np.asarray(weights.fc1)
+    assert np.abs(first - second).max() > 0.1
 
 
 def test_both_units_of_a_pair_learn_and_not_the_same():
@@ -69,12 +72,6 @@ def test_both_units_of_a_pair_learn_and_not_the_same():
     assert np.abs(halves[0] - halves[1]).max() > 0.1
 
 
-def test_layers_of_equal_filters_are_independent():
-    weights = attention_init.impulse(filters=np.ones((1, 3, 3)))(RNG, make_site())
-    first, second = np.asarray(weights.fc1)
-    assert np.abs(first - second).max() > 0.1
-
-
 def test_mimetic_maps_are_near_the_identity():
     noise = np.asarray(spatial_maps(attention_init.mimetic()(RNG, make_site())))
     noise = noise - 0.7 * np.eye(TOKENS)
@@ -82,8 +79,6 @@ def test_mimetic_maps_are_near_the_identity():
     assert np.abs(noise).max() <= 0.7 * (3 / TOKENS) ** 0.5 + 1e-5
     assert attention_init.mimetic()(RNG, make_site(hidden=8)).fc1.shape == (2, TOKENS, 8)
 
-
-# -- depthwise convolutions ------------------------------------------------------------------------
 
 # Recorded by references/make_convmixer_filters.py from the 2024 paper's program.
 PROGRAM = json.loads((references.HERE / "convmixer_filters.json").read_text())

@@ -54,10 +54,8 @@ def test_training_writes_the_documented_files_and_output(finished_run):
     ):
         assert text in finished_run.output
     assert "warning" not in finished_run.output
-    assert {path.name for path in finished_run.workdir.iterdir()} == {
-        *(".lock", "checkpoints", "config.json", "metrics.jsonl", "tensorboard"),
-        "per_class.csv",
-    }
+    names = {".lock", "checkpoints", "config.json", "metrics.jsonl", "per_class.csv", "tensorboard"}
+    assert {path.name for path in finished_run.workdir.iterdir()} == names
     saved = json.loads((finished_run.workdir / "config.json").read_text())
     assert (saved["model"]["width"], saved["model"]["remat"]) == (16, "none")
     metrics = read_metrics(finished_run.workdir)

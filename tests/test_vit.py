@@ -29,11 +29,9 @@ def make_timm(**options):
     return make(**(SMALL | dict(positions="learned") | options))
 
 
-# -- against timm (references/make_vit.py) ---------------------------------------------------------
-
-
 @functools.cache
 def recorded(case):
+    """timm's arrays, from references/make_vit.py."""
     return references.part(references.load("vit"), case)
 
 
@@ -87,9 +85,6 @@ def test_weights_are_loaded_at_another_resolution_as_timm_does_it():
     np.testing.assert_array_equal(model.head.kernel[...], student.head.kernel[...])
 
 
-# -- blocks ----------------------------------------------------------------------------------------
-
-
 def test_a_block_drops_what_its_branches_add():
     x, rng = jax.random.normal(jax.random.key(2), (8, 16, 16)), jax.random.key(0)
     block = jax.tree.map(lambda leaf: leaf[0], make().blocks)
@@ -103,9 +98,6 @@ def test_drop_path_keeps_expectation_and_drops_whole_examples():
     assert np.all(per_example == per_example[:, :1])
     assert set(np.unique(per_example.round(4))) == {0, np.float32(1.3333)}
     assert abs(per_example.mean() - 1) < 0.03
-
-
-# -- tokens, positions and schemes -----------------------------------------------------------------
 
 
 def test_class_token_gets_no_sincos_position():

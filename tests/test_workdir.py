@@ -40,9 +40,6 @@ def test_unusable_directories_are_refused(tmp_path, monkeypatch):
         open_path("s3://bucket/run")
 
 
-# -- resuming --------------------------------------------------------------------------------------
-
-
 def saved(**fields):
     """The record of a checkpoint."""
     config = json.loads(make_config(**fields).to_json())
