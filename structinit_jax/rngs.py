@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, PRNGKeyArray, UInt64
 
 # Philox counters, one for each kind of draw.
@@ -46,11 +47,14 @@ def host_bits(
 
 
 def draw_flat(
-    draw: Callable[[PRNGKeyArray, tuple[int]], Array], rng: PRNGKeyArray, shape: tuple[int, ...]
+    draw: Callable[[PRNGKeyArray, tuple[int], DTypeLike], Array],
+    rng: PRNGKeyArray,
+    shape: tuple[int, ...],
+    dtype: DTypeLike = "float32",
 ) -> Array:
-    """Returns the same values as `draw(rng, shape)`, but draws along a single axis.
+    """Returns the same values as `draw(rng, shape, dtype)`, but draws along a single axis.
 
     On CPUs, XLA unrolls loops over short axes together with the many rounds of the random
     generator: a draw over several axes takes up to 20 times as long to compile.
     """
-    return draw(rng, (math.prod(shape),)).reshape(shape)
+    return draw(rng, (math.prod(shape),), dtype).reshape(shape)

@@ -80,6 +80,23 @@ def test_every_scheme_has_the_documented_shapes_and_can_be_traced(name, site_typ
     assert_close(scheme(RNG, site), weights, atol=TOLERANCES.get(name, 1e-4))
 
 
+@pytest.mark.filterwarnings("ignore:only .* of the attention rows")
+@pytest.mark.parametrize(
+    ("name", "site_type"), [(n, t) for n in SCHEMES for t in SITES if (n, t) not in UNSUPPORTED]
+)
+def test_types_do_not_depend_on_x64(name, site_type, library_promotion):
+    def types():
+        weights = jax.eval_shape(lambda rng: SCHEMES[name]()(rng, SITES[site_type]), RNG)
+        return [getattr(getattr(weights, field), "dtype", None) for field in SHAPES[site_type]]
+
+    expected = types()
+    jax.config.update("jax_enable_x64", True)
+    try:
+        assert types() == expected  # a draw of another type has other values
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
 @pytest.mark.parametrize(("name", "site_type"), UNSUPPORTED)
 def test_sites_without_an_implementation_are_refused(name, site_type):
     with pytest.raises(InputError, match=site_type.__name__):

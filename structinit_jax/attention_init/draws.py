@@ -169,10 +169,9 @@ def value_and_projection(
     bound = (3 / width) ** 0.5
     channels = permutations(jax.random.split(channel_rng, layers), width)
     channels = jnp.tile(channels, (1, -(-inner // width)))[:, :inner]
-    identity = jax.nn.one_hot(channels, width)  # [L, inner, D], the rows of Πᵀ
+    identity = jax.nn.one_hot(channels, width, dtype=jnp.float32)  # [L, inner, D], the rows of Πᵀ
     # 16 random bits are enough for noise and take half the memory of 32.
-    draw = functools.partial(jax.random.bits, dtype="uint16")
-    bits = draw_flat(draw, noise_rng, (2, *identity.shape))
+    bits = draw_flat(jax.random.bits, noise_rng, (2, *identity.shape), "uint16")
     half_noise = bound * ((bits.astype(jnp.float32) + 0.5) / 2**16 - 0.5)
     scale = (0.4 * min(1, width / inner)) ** 0.5
     value, out = scale * (identity[None] - half_noise)
@@ -221,8 +220,8 @@ def uniform(
     rng: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32, *, bound: float
 ) -> Array:
     """Draws uniformly between ±bound."""
-    draw = functools.partial(jax.random.uniform, dtype=dtype, minval=-bound, maxval=bound)
-    return draw_flat(draw, rng, shape)
+    draw = functools.partial(jax.random.uniform, minval=-bound, maxval=bound)
+    return draw_flat(draw, rng, shape, dtype)
 
 
 def trunc_normal(

@@ -51,7 +51,8 @@ def impulse_2024(
     if same_layers:
         num_distinct = 1 if first_input == following_input else 2
         num_solved = min(num_distinct, site.num_layers)
-    filter_index = jax.random.randint(offset_rng, (num_solved, site.num_heads), 0, len(targets))
+    heads = (num_solved, site.num_heads)
+    filter_index = jax.random.randint(offset_rng, heads, 0, len(targets), jnp.int32)
     names = [first_input] + [following_input] * (num_solved - 1)
     input_rngs = jax.random.split(input_rng, num_solved)
     inputs = [

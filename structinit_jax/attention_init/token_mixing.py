@@ -132,5 +132,6 @@ def conv_impulse_2024(rng: PRNGKeyArray, site: ConvSite, *, taps: int) -> ConvWe
     filter_rng, _ = jax.random.split(rng)  # `rng` itself would change the filters of a seed
     shape = (site.num_layers, site.width, size**2)
     uniform = draw_flat(jax.random.uniform, filter_rng, shape)
-    filters = jnp.where(jnp.argsort(uniform, axis=-1) < taps, (taps * size) ** -0.5, 0.0)
+    chosen = jnp.argsort(uniform, axis=-1) < taps
+    filters = (taps * size) ** -0.5 * chosen.astype(jnp.float32)
     return ConvWeights(jnp.moveaxis(filters, 1, -1).reshape(-1, size, size, site.width))

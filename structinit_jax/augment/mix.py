@@ -159,8 +159,8 @@ def random_erasing(
 
     def erase(image, box_rng, fill_rng):
         inside = box_mask(_erasing_box(box_rng, H, W), H, W)[..., None]
-        draw = functools.partial(jax.random.normal, dtype=image.dtype)
-        return jnp.where(inside, draw_flat(draw, fill_rng, image.shape), image)
+        noise = draw_flat(jax.random.normal, fill_rng, image.shape, image.dtype)
+        return jnp.where(inside, noise, image)
 
     return apply_where(erase, mask, images, box_rngs, fill_rngs)
 

@@ -41,7 +41,7 @@ def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 def truncated_normal(rng, shape, dtype=jnp.float32):
     """Initializes like timm's ViT and Swin, with a standard deviation of 0.02."""
-    return draw_flat(functools.partial(draws.trunc_normal, std=0.02, dtype=dtype), rng, shape)
+    return draw_flat(functools.partial(draws.trunc_normal, std=0.02), rng, shape, dtype)
 
 
 def uniform_init(bound: float) -> nnx.Initializer:
