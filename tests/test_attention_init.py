@@ -1,5 +1,3 @@
-"""Properties shared by all schemes, and how the schemes check and pass on their options."""
-
 import dataclasses
 import itertools
 import re
@@ -41,6 +39,7 @@ UNSUPPORTED = [("mimetic", si.ConvSite)] + [
     if site_type is not si.AttentionSite
     and (name, site_type) not in (("impulse_2024", si.ConvSite), ("impulse_mimetic", si.RotarySite))
 ]
+CASES = [(n, t) for n in SCHEMES for t in SITES if (n, t) not in UNSUPPORTED]
 OPTIONS = {("impulse_2024", si.AttentionSite): {"max_steps": 20}}
 # The pseudo-inverse amplifies rounding: a difference in the last bit of the positions changes the
 # weights by 1e-4.
@@ -48,9 +47,7 @@ TOLERANCES = {"impulse_2025": 1e-3}
 
 
 @pytest.mark.filterwarnings("ignore:only .* of the attention rows")
-@pytest.mark.parametrize(
-    ("name", "site_type"), [(n, t) for n in SCHEMES for t in SITES if (n, t) not in UNSUPPORTED]
-)
+@pytest.mark.parametrize(("name", "site_type"), CASES)
 def test_every_scheme_has_the_documented_shapes_and_can_be_traced(name, site_type, request):
     if name == "impulse_2024":  # optax's Adam relies on promotion
         request.getfixturevalue("library_promotion")
@@ -80,21 +77,12 @@ def test_every_scheme_has_the_documented_shapes_and_can_be_traced(name, site_typ
     assert_close(scheme(RNG, site), weights, atol=TOLERANCES.get(name, 1e-4))
 
 
-@pytest.mark.filterwarnings("ignore:only .* of the attention rows")
-@pytest.mark.parametrize(
-    ("name", "site_type"), [(n, t) for n in SCHEMES for t in SITES if (n, t) not in UNSUPPORTED]
-)
-def test_types_do_not_depend_on_x64(name, site_type, library_promotion):
-    def types():
+@pytest.mark.parametrize(("name", "site_type"), CASES)
+def test_weights_are_float32_with_x64_too(name, site_type, library_promotion):
+    with jax.enable_x64(True):  # a draw of another type has other values
         weights = jax.eval_shape(lambda rng: SCHEMES[name]()(rng, SITES[site_type]), RNG)
-        return [getattr(getattr(weights, field), "dtype", None) for field in SHAPES[site_type]]
-
-    expected = types()
-    jax.config.update("jax_enable_x64", True)
-    try:
-        assert types() == expected  # a draw of another type has other values
-    finally:
-        jax.config.update("jax_enable_x64", False)
+    arrays = jax.tree.leaves([getattr(weights, field) for field in SHAPES[site_type]])
+    assert all(array.dtype == jnp.float32 for array in arrays)
 
 
 @pytest.mark.parametrize(("name", "site_type"), UNSUPPORTED)

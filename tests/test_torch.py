@@ -1,5 +1,3 @@
-"""Tests that need torch itself: its tensors, and the maps that it computes."""
-
 import jax
 import numpy as np
 import pytest
