@@ -65,6 +65,9 @@ def write(snapshots: list[collect.Snapshot], subject: str, out: Path) -> None:
             named = [(name, layer) for name, layers in snapshots for layer in layers]
             maps = {f"{name}/layer {layer.name}": layer.maps for name, layer in named}
             np.savez_compressed(new / "maps.npz", **maps)
+    if not has_maps:
+        for name in ("maps.npz", "maps.png"):  # left over from another model
+            (out / name).unlink(missing_ok=True)
 
 
 def main(overrides: command_line.Overrides) -> None:

@@ -133,6 +133,7 @@ def test_the_inputs_of_a_convmixer_have_a_stable_rank(tmp_path):
     ranks = ((values**2).sum(axis=-1) / values[..., 0] ** 2).mean(axis=-1)
     found = [layer.measures["input_rank"] for layer in snapshot.layers]
     np.testing.assert_allclose(found, ranks[:, None], rtol=1e-4)
+    (tmp_path / "maps.png").touch()  # left by another model
     analyse.write([snapshot], "ConvMixer", tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"analysis.json", "by_layer.png"}
 

@@ -39,7 +39,7 @@ def test_a_mistake_is_named_where_no_device_works(tmp_path):
         "jax.config.update('jax_platforms', 'none')\n"
         "runpy.run_module('structinit_jax.main', run_name='__main__', alter_sys=True)\n"
     )
-    assert "--workdir" in fork_main.error_of(CONFIG, module=str(script))
+    assert "error: --workdir is required" in fork_main.error_of(CONFIG, module=str(script))
 
 
 def test_an_import_defines_no_flags(tmp_path):
@@ -85,7 +85,7 @@ def test_help_lists_the_flags_that_commands_share():
 def test_fields_may_be_in_a_file_of_flags(tmp_path):
     (tmp_path / "flags").write_text(f"{CONFIG}\n-config.seed=x\n")
     message = fork_main.error_of("--flagfile", tmp_path / "flags", "--config.batch_size=32")
-    assert message.startswith("error: config.seed=x ")
+    assert "error: config.seed=x must be of type int" in message
 
 
 def test_code_that_a_workdir_names_runs_only_with_consent(workdir, tmp_path):
@@ -96,7 +96,9 @@ def test_code_that_a_workdir_names_runs_only_with_consent(workdir, tmp_path):
     with pytest.raises(InputError, match="os:system"):
         Classifier(workdir)
     arguments = f"--workdir={workdir}", "--mode=eval"
-    assert "data.name='os:system'" in fork_main.error_of(*arguments)
+    message = fork_main.error_of(*arguments)
+    assert "data.name='os:system'" in message
+    assert "--trust_workdir" in message
     assert not trace.exists()
     fork_main.run(*arguments, "--trust_workdir", exit_code=2)
     assert trace.exists()

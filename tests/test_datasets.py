@@ -51,13 +51,17 @@ def test_a_prepared_set_is_read(tmp_path):
         ("digits:9.9.9", "did you mean 'digits'"),
         ("my images", r"^TFDS cannot open [^\n]* has the name 'folder'$"),
         ("imagenet2012", r"structinit_jax\.prepare --name=imagenet2012 --data_dir="),
-        ("builtins:print", "^name=.* must be a function that"),
     ],
 )
 def test_sets_that_cannot_be_opened_are_named(tmp_path, name, reason):
     with pytest.raises(InputError, match=reason) as caught:
         open_dataset(name, tmp_path)
-    assert f"'{name}'" in str(caught.value)
+    assert f"data set '{name}'" in str(caught.value)
+
+
+def test_functions_that_return_no_data_set_are_named():
+    with pytest.raises(InputError, match=r"^name='builtins:print' must be a function that"):
+        open_dataset("builtins:print")
 
 
 def test_damaged_sets_and_those_prepared_as_tfrecord_are_named(tmp_path):

@@ -65,7 +65,9 @@ def stages():
 ONES, WIDE = np.ones(WIDTH, np.float32), np.ones((2 * WIDTH, WIDTH), np.float32)
 SEQUENCE_PATCHES = np.ones((WIDTH, 3, 16), np.float32)  # a convolution over a sequence
 REFUSED = {  # parameters, by a part of the message
-    r"attn\.kv\.weight.* other attention": lambda: shapes(a__attn__kv=(8, 4), a__attn__sr=(4,)),
+    r"attn\.kv\.weight.* other attention is not": lambda: shapes(
+        a__attn__kv=(8, 4), a__attn__sr=(4,)
+    ),
     r"params is a Module, .* state_dict\(\)": Module,
     "q_norm.weight may change the attention": lambda: changed(blocks__0__attn__q_norm__weight=ONES),
     "rel_pos.* may change the attention": lambda: changed(rel_pos__mlp__fc1__weight=ONES),
@@ -79,7 +81,7 @@ REFUSED = {  # parameters, by a part of the message
     "positions: .* width 192: pass": lambda: without("pos_embed"),
     r"\.qkv\.weight .*not supported": lambda: changed(blocks__1__attn__qkv__weight=WIDE),
     "^grid: patch_embed": lambda: changed(patch_embed__proj__weight=SEQUENCE_PATCHES),
-    r"proj\.bias has dtype int8": lambda: changed(blocks__1__attn__proj__bias=np.int8(ONES)),
+    r"attn\.proj\.bias has dtype int8": lambda: changed(blocks__1__attn__proj__bias=np.int8(ONES)),
     r"proj\.weight has shape \(0,\), as if .* partitioned": lambda: dict.fromkeys(
         state_dict("timm"), np.zeros(0, np.float32)
     ),

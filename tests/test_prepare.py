@@ -68,7 +68,8 @@ def test_mean_and_deviation_are_those_of_all_pixels_by_channel():
 
 def test_fields_of_a_config_are_refused():
     arguments = ("--name=digits", "--config.data.image_size=8")
-    assert "config.data.image_size" in fork_main.error_of(*arguments, module=prepare.__name__)
+    message = fork_main.error_of(*arguments, module=prepare.__name__)
+    assert "prepare has no --config.data.image_size" in message
 
 
 def test_stock_builders_need_tensorflow(tmp_path, monkeypatch):

@@ -37,7 +37,7 @@ assert not (found := {training} & set(sys.modules)), found
 @pytest.mark.parametrize("shape", [(4, 3, 5), ()])
 @pytest.mark.parametrize("draw", [jax.random.normal, jax.random.bits, jax.random.uniform])
 def test_a_flat_draw_has_the_same_values(draw, shape):
-    rng, dtype = jax.random.key(3), "uint16" if draw is jax.random.bits else "float32"
+    rng, dtype = jax.random.key(3), "uint32" if draw is jax.random.bits else "float32"
     np.testing.assert_array_equal(draw_flat(draw, rng, shape, dtype), draw(rng, shape, dtype))
 
 

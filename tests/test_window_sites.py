@@ -113,7 +113,10 @@ def test_windows_that_are_not_square_in_one_stage():
 
 def test_models_and_grids_that_do_not_fit_are_refused():
     params = timm.to_timm(model())
-    for name, message in (("attn.tau", "attn.tau"), ("attn_grid.qkv.weight", "MaxViT")):
+    for name, message in (
+        ("attn.tau", "attn.tau"),
+        ("attn_grid.qkv.weight", "grid attention of MaxViT"),
+    ):
         more = {f"layers.0.blocks.0.{name}": np.ones((2, 2), np.float32)}
         with pytest.raises(InputError, match=message):
             interop.initialize(params | more, scheme, RNG)

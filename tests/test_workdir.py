@@ -29,7 +29,10 @@ def test_unusable_directories_are_refused(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"workdir=.*file cannot be written to"):
         workdir.prepare_workdir(tmp_path / "file")
     (tmp_path / "compare.json").touch()
-    with pytest.raises(InputError, match=r"^workdir=.*SETTING"), workdir.open_workdir(tmp_path):
+    with (
+        pytest.raises(InputError, match=r"^workdir=.*SETTING/seed_K"),
+        workdir.open_workdir(tmp_path),
+    ):
         pass
     with pytest.raises(InputError, match=r"workdir='gs://bucket/run'"):
         workdir.prepare_workdir("gs://bucket/run")

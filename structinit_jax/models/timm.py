@@ -91,6 +91,8 @@ def _arrays_by_path(model: nnx.Module) -> dict[str, Any]:
 
 def _read_names(state_dict: StateDict) -> dict[str, Any]:
     """Returns the weights by timm's names, without buffers and wrapper prefixes."""
+    needs = "a dict of arrays by timm's names, such as the state_dict() of a torch module"
+    require("type(state_dict)", type(state_dict), needs, isinstance(state_dict, Mapping))
     wrappers = r"^(?:(?:module|_orig_mod)\.)+|(?<=\.)_orig_mod\."  # DataParallel, `torch.compile`
     return {
         re.sub(wrappers, "", name): as_array(leaf)
