@@ -23,6 +23,7 @@ has no maps, so the map files are not written; its measure is the stable rank of
 MLP-Mixer is not supported.
 """
 
+import io
 import json
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from structinit_jax.command_line import FLAGS
 from structinit_jax.compare.settings import expand
 from structinit_jax.data.folder import display_name
 from structinit_jax.errors import require
-from structinit_jax.files import replace_files
+from structinit_jax.files import write_atomically
 from structinit_jax.training.evaluation import restore_model
 from structinit_jax.training.workdir import START
 
@@ -56,16 +57,16 @@ def write(snapshots: list[collect.Snapshot], subject: str, out: Path) -> None:
         models.append(dict(name=name, layers=numbers))
     content = dict(subject=subject, models=models)
     text = json.dumps(content, indent=1, default=np.ndarray.tolist)
-    has_maps = snapshots[0].layers[0].maps is not None
-    with replace_files(out) as new:
-        (new / "analysis.json").write_text(text + "\n", encoding="utf-8")
-        figures.draw_by_layer(snapshots, f"Measures by layer: {subject}", new / "by_layer.png")
-        if has_maps:
-            figures.draw_snapshots(snapshots, f"Attention maps: {subject}", new / "maps.png")
-            named = [(name, layer) for name, layers in snapshots for layer in layers]
-            maps = {f"{name}/layer {layer.name}": layer.maps for name, layer in named}
-            np.savez_compressed(new / "maps.npz", **maps)
-    if not has_maps:
+    write_atomically(out / "analysis.json", f"{text}\n")
+    figures.draw_by_layer(snapshots, f"Measures by layer: {subject}", out / "by_layer.png")
+    if snapshots[0].layers[0].maps is not None:
+        figures.draw_snapshots(snapshots, f"Attention maps: {subject}", out / "maps.png")
+        named = [(name, layer) for name, layers in snapshots for layer in layers]
+        maps = io.BytesIO()
+        arrays = {f"{name}/layer {layer.name}": layer.maps for name, layer in named}
+        np.savez_compressed(maps, **arrays)
+        write_atomically(out / "maps.npz", maps.getvalue())
+    else:
         for name in ("maps.npz", "maps.png"):  # left over from another model
             (out / name).unlink(missing_ok=True)
 

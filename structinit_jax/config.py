@@ -64,7 +64,7 @@ class RunFields:
     warmup_epochs: NonNegativeFloat = 2.0  # linear, from warmup_learning_rate to learning_rate
     warmup_learning_rate: NonNegativeFloat = 0.0
     final_learning_rate: NonNegativeFloat = 1e-6  # end of the cosine decay
-    # Last part of num_epochs, at final_learning_rate (timm adds the cooldown to its epochs).
+    # Final epochs, included in num_epochs, at final_learning_rate; timm adds them to its epochs.
     cooldown_epochs: NonNegativeFloat = 0.0
     # For 'adamw': applied only to matrices, not to biases, norms, positions or tokens.
     weight_decay: NonNegativeFloat = 0.05
@@ -209,6 +209,20 @@ def scheme_options(name: str) -> dict[str, Any]:
     return {option: parameter.default for option, parameter in parameters.items()}
 
 
+def to_fields(config: ConfigDict) -> dict[str, Any]:
+    """Returns all fields of a config, as a run records them: as JSON has them, with lists.
+
+    Options of the scheme that are not set have their defaults, which a later version may change.
+    """
+    fields = json.loads(config.to_json())
+    options = {}
+    with contextlib.suppress(InputError):  # A run that resumes does not need its custom scheme.
+        defaults = scheme_options(fields["attention_init"].get("name"))
+        options = {name: value for name, value in defaults.items() if JSON.accepts(value)}
+    fields["attention_init"] = json.loads(json.dumps(options)) | fields["attention_init"]
+    return fields
+
+
 def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:
     """Returns the `(rng, site) -> weights` function that `config.attention_init` describes."""
     options = dict(config.attention_init)
@@ -245,7 +259,7 @@ Overrides = Sequence[tuple[str, str]]  # fields, such as 'model.depth', and the 
 
 
 def set_fields(config: ConfigDict, overrides: Overrides) -> None:
-    """Sets fields, given in any order, as the command line does."""
+    """Sets fields in any order, as the command line does."""
     # The scheme's name is set first, because its options depend on it.
     for field, text in sorted(overrides, key=lambda override: override[0] != "attention_init.name"):
         set_field(config, field, text)
@@ -375,6 +389,7 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
                 config.model = config.model.to_dict() | _with_tuples(fields.model)
             known = flatten_dict(config.to_dict(), sep=".")
             config.update_from_flattened_dict({k: v for k, v in values.items() if k in known})
+            config.attention_init = _set_options(config.attention_init.to_dict())
     except (ValueError, AttributeError, TypeError) as error:
         raise InputError(
             f"workdir={workdir}: config.json cannot be used ({error}): pass the output directory "
@@ -389,6 +404,17 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
     if gone := [f"{printable(k)}={value!r}" for k, value in values.items() if k not in known]:
         print(f"note: {path} has fields unknown to this version: {', '.join(gone)}")
     return config
+
+
+def _set_options(section: dict[str, Any]) -> dict[str, Any]:
+    """Returns the section `attention_init` without the options that have their defaults.
+
+    `to_fields` adds them again; another scheme, set later, need not have them. A custom scheme is
+    not imported, and keeps all options.
+    """
+    name = section.get("name")
+    defaults = scheme_options(name) if name in attention_init.SCHEMES else {}
+    return {k: value for k, value in section.items() if k not in defaults or value != defaults[k]}
 
 
 def _with_tuples(section: ConfigDict) -> dict[str, Any]:

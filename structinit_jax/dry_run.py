@@ -7,7 +7,7 @@ import os
 import re
 
 import jax
-from etils import epy
+from clu import parameter_overview
 from jax.experimental import topologies
 from ml_collections import ConfigDict
 
@@ -20,9 +20,6 @@ from structinit_jax.training import build, sharding
 from structinit_jax.training.build import mib
 from structinit_jax.training.state import abstract_state, make_initializer
 from structinit_jax.training.step import make_train_step
-
-with epy.lazy_imports():
-    from clu import parameter_overview
 
 # Memory per device that programs can use, as libtpu reports it when a program needs more.
 MEMORY = {

@@ -69,7 +69,8 @@ def prefixed(place: str) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        raise InputError(f"{place}{error}") from error
+        error.args = (f"{place}{error}",)
+        raise
 
 
 class StoppedError(RuntimeError):
@@ -129,23 +130,21 @@ class Check(NamedTuple):
         require(name, value, self.needs, self.accepts(value))
 
 
-def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number."""
+def is_integer(value: Any) -> bool:
+    """Whether a value is an integer."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def is_count(value: Any, low: int = 1) -> bool:
-    """Whether a value is a whole number in [low, 2**32)."""
-    return is_whole(value) and bool(low <= value < 2**32)
+    """Whether a value is an integer in [low, 2**32)."""
+    return is_integer(value) and bool(low <= value < 2**32)
 
 
-# Whole numbers must fit uint32: random seeds require it, and larger values elsewhere are mistakes.
+# Integers must fit uint32: random seeds require it, and larger values elsewhere are mistakes.
 Number = int | float
-PositiveInt = Annotated[int, Check("a whole number from 1 to 2**32 - 1", is_count)]
-NonNegativeInt = Annotated[
-    int, Check("a whole number from 0 to 2**32 - 1", lambda x: is_count(x, 0))
-]
-AtLeastTwo = Annotated[int, Check("a whole number, 2 or more", lambda x: is_count(x, 2))]
+PositiveInt = Annotated[int, Check("an integer from 1 to 2**32 - 1", is_count)]
+NonNegativeInt = Annotated[int, Check("an integer from 0 to 2**32 - 1", lambda x: is_count(x, 0))]
+AtLeastTwo = Annotated[int, Check("an integer, 2 or more", lambda x: is_count(x, 2))]
 PositiveFloat = Annotated[Number, Check("a number above 0 and at most 1e7", lambda x: 0 < x <= 1e7)]
 NonNegativeFloat = Annotated[Number, Check("a number from 0 to 1e7", lambda x: 0 <= x <= 1e7)]
 Fraction = Annotated[Number, Check("a number in [0, 1)", lambda x: 0 <= x < 1)]
@@ -153,7 +152,7 @@ Probability = Annotated[Number, Check("a number in [0, 1]", lambda x: 0 <= x <= 
 
 _CHECKS = {
     bool: Check("True or False", lambda x: isinstance(x, bool)),
-    int: Check("a whole number", is_whole),
+    int: Check("an integer", is_integer),
     float: Check("a finite number", math.isfinite),
     str: Check("a string", lambda x: isinstance(x, str)),
     types.NoneType: Check("None", lambda x: x is None),

@@ -43,7 +43,7 @@ def add_legend(figure: Figure, axis: Axes) -> None:
 
 
 def png(figure: Figure) -> bytes:
-    """Returns a figure as the content of a PNG file."""
+    """Renders a figure as PNG bytes."""
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=150)
     return file.getvalue()

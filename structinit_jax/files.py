@@ -67,18 +67,6 @@ def read_json(path: epath.PathLike) -> Any:
 # -- writing ---------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def replace_files(folder: epath.PathLike) -> Iterator[Path]:
-    """Yields a temporary folder whose files are moved to `folder` at the end of the context.
-
-    If the code inside fails or the process is killed, the old files are still there.
-    """
-    with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=folder) as temporary:
-        yield Path(temporary)
-        for path in Path(temporary).iterdir():
-            path.replace(Path(folder) / path.name)
-
-
 def write_atomically(path: epath.PathLike, content: str | bytes) -> None:
     """Replaces a file's content. If this fails or the process is killed, the old content stays."""
     path = epath.Path(path)
@@ -86,8 +74,10 @@ def write_atomically(path: epath.PathLike, content: str | bytes) -> None:
     if is_url(path):  # objects are written whole or not at all
         path.write_bytes(content)
         return
-    with replace_files(path.parent) as folder:
-        (folder / path.name).write_bytes(content)
+    with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=path.parent) as folder:
+        new = Path(folder) / path.name
+        new.write_bytes(content)
+        new.replace(path)
 
 
 @contextlib.contextmanager
@@ -106,7 +96,7 @@ def report_full_disk(workdir: epath.PathLike) -> Iterator[None]:
 
 
 def csv_text(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Returns a table as the content of a CSV file."""
+    """Formats a table as CSV."""
     file = io.StringIO()
     csv.writer(file, lineterminator="\n").writerows([header, *rows])
     return file.getvalue()

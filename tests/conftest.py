@@ -149,8 +149,7 @@ def set_up(config, devices=None):
     step = make_train_step(config, model, optimizer, schedule.learning_rate)
 
     def initialize():
-        initializer = state.make_initializer(config, model)
-        initial = state.initialize_model(config, model, initializer)
+        initial = state.make_initializer(config, model)()
         return state.initialize_state(*initial.weights, optimizer, abstract_state)
 
     return types.SimpleNamespace(

@@ -19,7 +19,7 @@ from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
 from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
-from structinit_jax.training.state import initialize_model, make_initializer
+from structinit_jax.training.state import make_initializer
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 NUM_IMAGES = 16
@@ -45,7 +45,7 @@ def start(family):
 def forward(config, images):
     """Intermediates for all images at once."""
     model = build.make_model(config, make_mesh(devices=jax.devices()[:1]))
-    weights = initialize_model(config, model, make_initializer(config, model)).weights
+    weights = make_initializer(config, model)().weights
     model = nnx.merge(model.graphdef, *weights)
     images = normalize(jnp.asarray(images), config.data.mean, config.data.std)
     return jax.jit(lambda model: model(images, with_maps=True)[1])(model)
@@ -96,7 +96,7 @@ def test_targets_are_those_that_the_solve_reaches():
     config.attention_init = dict(name="impulse_mimetic", target_mass=0.5)
     images = collect.read_images(config, NUM_IMAGES)
     model = build.make_model(config, make_mesh(devices=jax.devices()[:1]))
-    initial = initialize_model(config, model, make_initializer(config, model))
+    initial = make_initializer(config, model)()
     index, kernels = initial.filters["blocks"]
     targets = target_maps((4, 4))
     np.testing.assert_array_equal(filter_maps(np.asarray(kernels), (4, 4)), targets)

@@ -11,14 +11,14 @@ from structinit_jax.models.timm import to_timm
 from structinit_jax.rngs import split_seed
 from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
-from structinit_jax.training.state import initialize_from_file, initialize_model, make_initializer
+from structinit_jax.training.state import make_initializer
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
 def start(config, mesh=None):
     model = build.make_model(config, mesh or make_mesh())
-    return initialize_model(config, model, make_initializer(config, model))
+    return make_initializer(config, model)()
 
 
 def test_the_keys_of_a_run_do_not_depend_on_jaxs_default():
@@ -56,18 +56,19 @@ def teacher(tmp_path):
 def test_weights_are_selected_from_a_larger_model(tiny_config, teacher):
     weights, path = teacher
     tiny_config.seed = 1
+    tiny_config.attention_init = dict(name="default")
     tiny_config.model.positions = "learned"
     mesh = make_mesh(fsdp=2)
     model = build.make_model(tiny_config, mesh)
-    params, model_state = initialize_from_file(model, tiny_config.seed, path)
+    drawn, _ = start(tiny_config, mesh).weights
+    tiny_config.start_from = path
+    params, model_state = start(tiny_config, mesh).weights
     student = to_timm(nnx.merge(model.graphdef, params, model_state))
     for i in range(2):
         name = f"blocks.{i}.mlp.fc1.weight"  # 128 × 32; the student's is 64 × 16
         np.testing.assert_array_equal(student[name], weights[name][::2, ::2])
     assert student["head.weight"].shape == (10, 16)
     assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding == b.sharding, params, model.params))
-    tiny_config.attention_init = dict(name="default")
-    drawn, _ = start(tiny_config, mesh).weights
     np.testing.assert_array_equal(params["head"]["kernel"], drawn["head"]["kernel"])
 
 
@@ -95,12 +96,12 @@ def test_targets_out_of_reach_are_reported_once(tiny_config, capsys):
 
 def test_a_file_that_does_not_fit_is_refused(tiny_config, teacher, tmp_path):
     tiny_config.model.depth = 4
-    model = build.make_model(tiny_config, make_mesh())
     (tmp_path / "text").write_text("not weights")
     for path, message in (
-        (f"{tmp_path}/nothing", r"config\.start_from=.*nothing' cannot be read"),
-        (f"{tmp_path}/text", "must be a safetensors file"),
+        (f"{tmp_path}/nothing", r"config\.start_from=.*nothing' must be an existing"),
+        (f"{tmp_path}/text", r"config\.start_from=.*text' cannot be read.* a safetensors file"),
         (teacher[1], r"does not fit the model: .*blocks\.3\."),
     ):
+        tiny_config.start_from = path
         with pytest.raises(InputError, match=message):
-            initialize_from_file(model, 0, path)
+            start(tiny_config)

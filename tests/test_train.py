@@ -58,6 +58,7 @@ def test_training_writes_the_documented_files_and_output(finished_run):
     assert {path.name for path in finished_run.workdir.iterdir()} == names
     saved = json.loads((finished_run.workdir / "config.json").read_text())
     assert (saved["model"]["width"], saved["model"]["remat"]) == (16, "none")
+    assert saved["attention_init"]["dilation"] == 1  # not set
     metrics = read_metrics(finished_run.workdir)
     assert [m["step"] for m in metrics] == [0, 4, 5, 6, 6, 8, 10, 12, 12]
     assert metrics[0].keys() == {

@@ -24,7 +24,6 @@ from structinit_jax.training.sharding import make_mesh
 from structinit_jax.training.state import (
     AbstractModel,
     TrainState,
-    initialize_model,
     make_initializer,
 )
 
@@ -96,7 +95,7 @@ def _start_name(config):
 
 def _initialize(config, model):
     """Returns the weights that a run starts from, and the targets of the heads by stack."""
-    weights, _, filters = initialize_model(config, model, make_initializer(config, model))
+    weights, _, filters = make_initializer(config, model)()
     sites = nnx.merge(model.graphdef, *weights).sites()
     is_supported = sites and not any(isinstance(site, TokenMixingSite) for site in sites.values())
     needs = "a model with attention, or 'convmixer'"

@@ -14,6 +14,7 @@ from structinit_jax.analysis import measures
 from structinit_jax.analysis.collect import Layer, Snapshot
 from structinit_jax.errors import printable
 from structinit_jax.figures import COLORS, add_legend, png
+from structinit_jax.files import write_atomically
 
 REACH = 4  # largest offset drawn: if a large grid were drawn whole, impulses would be too small
 STEP = 1.06  # distance from one map to the next, in units of a map's side
@@ -38,7 +39,7 @@ def _save(figure, title, path):
     # would parse them as markup.
     columns = max(12, int(10 * figure.get_figwidth()))
     figure.suptitle(textwrap.fill(printable(title), columns), parse_math=False)
-    Path(path).write_bytes(png(figure))
+    write_atomically(path, png(figure))
 
 
 # -- maps ------------------------------------------------------------------------------------------

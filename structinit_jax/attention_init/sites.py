@@ -25,7 +25,7 @@ from structinit_jax.errors import (
 # -- sites -----------------------------------------------------------------------------------------
 
 GRID = Check(
-    "a tuple (rows, cols) of two positive whole numbers",
+    "a tuple (rows, cols) of two positive integers",
     lambda x: isinstance(x, tuple) and len(x) == 2 and all(map(is_count, x)),
 )
 Grid = Annotated[tuple[int, int], GRID]
@@ -85,7 +85,7 @@ class AttentionSite(AttentionStack):
       qk_scale: Factor σ on query-key products before the softmax, usually d^-1/2.
       positions: Encoding [N, D] that the model adds to its tokens. Only trainable positions can be
         traced; `impulse` needs the values of fixed ones.
-      positions_trainable: Whether the model uses `AttentionWeights.positions`.
+      positions_trainable: Whether the positions are parameters, which a scheme can replace.
       base_init: The model's own initialization, which `default` draws: 'timm', truncated normal of
         standard deviation 0.02, or 'pytorch', uniform between ±(fan-in)^-1/2.
     """

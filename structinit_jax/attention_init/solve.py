@@ -18,7 +18,7 @@ from structinit_jax.attention_init.draws import map_matrices
 from structinit_jax.attention_init.sites import SolveReport
 from structinit_jax.errors import require
 
-# In maps that are solved for at smaller masses, fewer rows would peak on the target; see `solve`.
+# Solved for at smaller masses, maps have fewer rows that peak on the target; see `solve`.
 SHARP_MASS = 0.2
 # On fewer than 25 tokens, `sharp_mass` is at least this many times uniform attention, up to 0.3.
 SHARP_TOKENS = 5

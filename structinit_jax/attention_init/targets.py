@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from structinit_jax.attention_init.draws import permutations
 from structinit_jax.errors import Check, is_count, require
 
-OddInt = Annotated[int, Check("an odd positive whole number", lambda x: is_count(x) and x % 2 == 1)]
+OddInt = Annotated[int, Check("an odd positive integer", lambda x: is_count(x) and x % 2 == 1)]
 FilterArray = Annotated[
     np.ndarray | jax.Array,
     Check("an array of filters [F, f, f]", lambda x: np.ndim(x) == 3 and np.size(x) > 0),

@@ -113,7 +113,7 @@ def autocontrast_lut(image: UInt8[Array, "C H W"]) -> Int[Array, "C 256"]:
     """Returns the lookup table that stretches the range of each channel to 0…255.
 
     Entries are exact quotients, rounded down. Pillow truncates the result of floating-point
-    operations, so where the quotient is a whole number, an entry may be 1 above Pillow's.
+    operations, so where the quotient is an integer, an entry may be 1 above Pillow's.
     """
     low = image.min(axis=(1, 2)).astype(jnp.int32)[:, None]
     high = image.max(axis=(1, 2)).astype(jnp.int32)[:, None]

@@ -140,7 +140,7 @@ class ImageSource:
                 try:
                     label = operator.index(label)
                 except TypeError as error:
-                    raise InputError(f"{name}: label {label!r} is not a whole number") from error
+                    raise InputError(f"{name}: label {label!r} is not an integer") from error
                 yield StoredImage(stored, self.info.channels, name), label
 
 

@@ -26,7 +26,7 @@ RESIDUAL = "residual"  # the `jax.checkpoint` name of what `keep` marks
 
 
 def keep(x: Array) -> Array:
-    """Marks an array that a training step keeps for the gradient, in addition to products."""
+    """Marks an array that a training step saves for the gradient, as it does matrix products."""
     return checkpoint_name(x, RESIDUAL)
 
 

@@ -41,9 +41,9 @@ def _is_worth_showing(record: logging.LogRecord) -> bool:
 class Checkpoints:
     """The checkpoints of a training run: the newest `keep` and the best one.
 
-    Damaged checkpoints are reported and not used; raises `InputError` if there are any and none is
-    intact. Checkpoints that a killed run left unfinished are deleted. `latest_step` is the step
-    of the newest checkpoint, or None if there is none.
+    Damaged checkpoints are skipped and reported; raises `InputError` if all are damaged.
+    Checkpoints that a killed run left unfinished are deleted. `latest_step` is the step of the
+    newest checkpoint, or None if there is none.
     """
 
     def __init__(self, directory: epath.PathLike, keep: int):

@@ -1,6 +1,7 @@
 """The training state: the shapes of its arrays, and its initialization."""
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -119,17 +120,18 @@ class InitialModel(NamedTuple):
     filters: dict[str, tuple[Int[Array, "first h"], Float[Array, "F y x"]]]
 
 
-def make_initializer(config: ConfigDict, model: AbstractModel) -> jax.stages.Traced | None:
+def make_initializer(config: ConfigDict, model: AbstractModel) -> Callable[[], InitialModel]:
     """Traces the program that draws a model's arrays and replaces those that a scheme sets.
 
-    Returns None with `config.start_from`, which replaces the scheme. Raises `InputError` if the
-    scheme of the config does not fit the model, or if there is no such file.
+    Returns a function that runs the program and prints the report of the scheme or, with
+    `config.start_from`, that selects the weights from this file. Raises `InputError` if the scheme
+    does not fit the model, or if there is no such file.
     """
     scheme = make_attention_init(config)
     if path := config.start_from:
         needs = "an existing safetensors file"
         require("config.start_from", path, needs, Path(path).expanduser().is_file())
-        return None
+        return functools.partial(_initialize_from_file, model, config.seed, path)
 
     def draw(seed):
         params_rng, attention_rng, _ = split_seed(seed)
@@ -151,24 +153,18 @@ def make_initializer(config: ConfigDict, model: AbstractModel) -> jax.stages.Tra
     out_shardings = (shardings, replicated, replicated)
     with prefixed("config.attention_init: "):
         # The key is made and split in `draw`, within one program.
-        return jax.jit(draw, out_shardings=out_shardings).trace(np.uint32(config.seed))
+        traced = jax.jit(draw, out_shardings=out_shardings).trace(np.uint32(config.seed))
+    return functools.partial(_run_scheme, config, model, traced)
 
 
-def initialize_model(
-    config: ConfigDict, model: AbstractModel, initializer: jax.stages.Traced | None
+def _run_scheme(
+    config: ConfigDict, model: AbstractModel, traced: jax.stages.Traced
 ) -> InitialModel:
-    """Runs the program of `make_initializer`, and prints the report of the scheme.
-
-    With `config.start_from`, the weights come from that file.
-    """
-    if initializer is None:
-        weights = initialize_from_file(model, config.seed, config.start_from)
-        print(f"weights selected from {printable(config.start_from)}, without a scheme")
-        return InitialModel(weights, {}, {})
+    """Compiles and runs the program of `make_initializer`."""
     start = time.perf_counter()
     # The kernel draws a whole array at once, and sharded weights may not fit on one device.
     with _random_kernels(model.mesh.shape[sharding.FSDP_AXIS] == 1):
-        lowered = initializer.lower()
+        lowered = traced.lower()
     program = lowered.compile(_options_for_one_run())
     compiled = time.perf_counter()
     weights, reports, filters = jax.block_until_ready(program(np.uint32(config.seed)))
@@ -189,13 +185,11 @@ def initialize_model(
     return InitialModel(weights, metrics, filters)
 
 
-def initialize_from_file(
-    model: AbstractModel, seed: int, path: str
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _initialize_from_file(model: AbstractModel, seed: int, path: str) -> InitialModel:
     """Selects the weights of a model from a larger model in a safetensors file.
 
     This is the method of Xu et al. 2024, "Initializing Models with Larger Ones". The head is drawn
-    at random. Returns parameters and model state.
+    at random.
     """
     try:
         teacher = load_file(Path(path).expanduser())
@@ -210,7 +204,8 @@ def initialize_from_file(
         student = select_weights(teacher, student)
     weights = jax.tree.map(np.asarray, split_model(student)[1:])
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (model.params, model.model_state))
-    return jax.device_put(weights, shardings)
+    print(f"weights selected from {printable(path)}, without a scheme")
+    return InitialModel(jax.device_put(weights, shardings), {}, {})
 
 
 def initialize_state(

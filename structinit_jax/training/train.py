@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from etils import epy
+from clu import parameter_overview
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
@@ -21,9 +22,6 @@ from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.evaluation import make_evaluator, write_by_class
 from structinit_jax.training.metrics import MetricsLog, Progress, StepTrace, average
 from structinit_jax.training.step import MAX_IN_FLIGHT, make_train_step
-
-with epy.lazy_imports():  # First used while the training step compiles.
-    from clu import parameter_overview
 
 # Exit code of a run that was stopped by a signal: EX_TEMPFAIL in sysexits.h, "try again later".
 PREEMPTED_EXIT_CODE = 75
@@ -96,7 +94,7 @@ def train(
             saved = checkpoint.read_run(checkpoints.directory, start_step)
             workdir_lib.check_resume(saved, record, config, schedule.num_steps, place)
         with distributed.shared_errors():  # a host may lack the file of `config.start_from`
-            initializer = None if start_step else state_lib.make_initializer(config, model)
+            initialize = None if start_step else state_lib.make_initializer(config, model)
 
         # -- Training step -------------------------------------------------------------------------
         # Compiled ahead of time, so that a batch or state of an unexpected shape raises an error
@@ -113,13 +111,14 @@ def train(
             print(f"resumed from {place}")
         else:
             print(parameter_overview.get_parameter_overview(model.params, include_stats=False))
-            weights, init_metrics, _ = state_lib.initialize_model(config, model, initializer)
+            weights, init_metrics, _ = initialize()
             state = state_lib.initialize_state(*weights, optimizer, abstract_state)
             del weights  # Their memory was donated to the state.
-        del initializer  # It has constants as large as attention maps.
+        del initialize  # Its program has constants as large as attention maps.
         # A run that has reached its last step keeps the config that it was trained with.
         if jax.process_index() == 0 and start_step < schedule.num_steps:
-            files.write_atomically(workdir / "config.json", config.to_json(indent=2) + "\n")
+            text = json.dumps(record["config"], indent=2)
+            files.write_atomically(workdir / "config.json", f"{text}\n")
         log = MetricsLog(workdir, start_step)
         on_exit.callback(log.close)
         if init_metrics:

@@ -7,7 +7,6 @@ import contextlib
 import fcntl
 import functools
 import hashlib
-import json
 import os
 import socket
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
-from structinit_jax.config import scheme_options
+from structinit_jax.config import to_fields
 from structinit_jax.data.source import ImageSource, digest
 from structinit_jax.errors import InputError, InUseError, require
 from structinit_jax.files import is_url, open_path, read_file
@@ -28,9 +27,8 @@ from structinit_jax.training import distributed
 
 LOCK = ".lock"
 COMPARISON = "compare.json"  # in the workdir of `structinit_jax.compare`, which holds run workdirs
-SCHEME = "attention_init."  # prefix of the fields in this section
-# What a field affects. It then also affects everything with a larger number.
-WEIGHTS = 1  # what trained weights can be used for
+# What a field decides. It also decides everything with a larger number.
+WEIGHTS = 1  # how trained weights must be used
 START = 2  # the initial weights
 RUN = 3  # which run it is
 RESULTS = 4  # the results of the run
@@ -38,7 +36,7 @@ NOTHING = 5  # rounding at most
 # By field, or by section with a dot; all other fields decide the results.
 DECIDES = {
     **dict.fromkeys(("model.", "data.mean", "data.std"), WEIGHTS),
-    **dict.fromkeys((SCHEME, "start_from", "seed"), START),
+    **dict.fromkeys(("attention_init.", "start_from", "seed"), START),
     **dict.fromkeys(("batch_size", "optimizer", "data.image_size", "data.channels"), RUN),
     **dict.fromkeys(("data.name", "data.train_split"), RUN),
     **dict.fromkeys(("data.repeats", "data.drop_remainder"), RUN),
@@ -124,16 +122,13 @@ def identify(workdir: epath.Path) -> str:
 def make_record(
     config: ConfigDict, train_source: ImageSource, eval_source: ImageSource, names: list[str]
 ) -> dict[str, Any]:
-    """Returns the record saved with each checkpoint; see `checkpoint_files.read_run`.
-
-    The config is in the form that JSON returns, with lists instead of tuples.
-    """
+    """Returns the record saved with each checkpoint; see `checkpoint_files.read_run`."""
     data = config.data
     split = f"{data.name} {data.eval_split}, crop_fraction {data.crop_fraction}"
     if config.ema_decay:
         split += ", averaged weights"
     return {
-        "config": json.loads(config.to_json()),
+        "config": to_fields(config),
         "evaluation": f"{split}, digest {digest(eval_source, names)}",
         "class_names": names,
         "data_digest": digest(train_source, names),
@@ -189,22 +184,14 @@ def check_resume(
 def check_config(old: Mapping[str, Any], config: ConfigDict, level: int, place: str) -> str:
     """Lists the fields that differ from an old config, as read from JSON, one per line.
 
-    Fields that only one config has are skipped, because another version of this package wrote the
-    other config. Scheme options that are not set count as set to their defaults. Raises an
-    `InputError` that names `place` if a listed field `decides` the level, for example `RUN`.
+    Fields that only one config has are skipped: they belong to another scheme, or to another
+    version of this package. Raises an `InputError` that names `place` if a listed field `decides`
+    the level, for example `RUN`.
     """
-    new = json.loads(config.to_json())  # with lists for tuples, as in `old`
     # A field of a custom model or scheme can be a dict.
     flatten = functools.partial(flatten_dict, sep=".", is_leaf=lambda path, _: len(path) == 2)
-    old = flatten(old)
-    new = flatten(new)
-    options = [field for field in old.keys() | new.keys() if field.startswith(SCHEME)]
-    defaults = dict.fromkeys(options)
-    with contextlib.suppress(InputError):  # A custom scheme may not be importable.
-        for option, default in scheme_options(new.get(f"{SCHEME}name", "")).items():
-            defaults[SCHEME + option] = list(default) if isinstance(default, tuple) else default
-    old = defaults | old
-    new = defaults | new
+    old = flatten(to_fields(ConfigDict(old)))
+    new = flatten(to_fields(config))
     changed = [field for field in sorted(old.keys() & new.keys()) if old[field] != new[field]]
 
     def describe(fields):
