@@ -103,7 +103,8 @@ def impulse(
 
     Args:
       kernel_size: Odd kernel size f of the impulses. A `ConvSite` has its own kernel size.
-      filters: Filters [F, f, f] to use instead of impulses; `kernel_size` is then ignored.
+      filters: Filters [F, f, f] to use instead of impulses; `kernel_size` is then ignored. For
+        attention, they must not be negative.
       dilation: Distance in tokens between neighboring taps of a filter.
       target_mass: Share of a token's attention that goes to its target, which sets how sharp the
         maps are. It must be larger than the share under uniform attention, 1 / N for an impulse; in
