@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import pytest
 
 from structinit_jax import errors
-from structinit_jax.errors import InputError, printable
+from structinit_jax.errors import InputError, InUseError, prefixed, printable
 
 
 @dataclasses.dataclass
@@ -58,6 +58,11 @@ def test_references_name_a_module_and_an_attribute():
     for name in ("no_such_module:f", "math:no_such_name", "knwon"):
         with pytest.raises(InputError, match=rf"^loss='{name}'"):
             errors.find(name, {"known": 3}, "loss")
+
+
+def test_a_place_is_added_to_the_message_of_an_error_that_keeps_its_type():
+    with pytest.raises(InUseError, match=r"^config\.workdir=x is in use$"), prefixed("config."):
+        raise InUseError("workdir=x is in use")
 
 
 def test_control_characters_of_names_are_escaped():
