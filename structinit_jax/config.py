@@ -389,7 +389,7 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
                 config.model = config.model.to_dict() | _with_tuples(fields.model)
             known = flatten_dict(config.to_dict(), sep=".")
             config.update_from_flattened_dict({k: v for k, v in values.items() if k in known})
-            config.attention_init = _set_options(config.attention_init.to_dict())
+            config.attention_init = _without_defaults(config.attention_init.to_dict())
     except (ValueError, AttributeError, TypeError) as error:
         raise InputError(
             f"workdir={workdir}: config.json cannot be used ({error}): pass the output directory "
@@ -406,7 +406,7 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
     return config
 
 
-def _set_options(section: dict[str, Any]) -> dict[str, Any]:
+def _without_defaults(section: dict[str, Any]) -> dict[str, Any]:
     """Returns the section `attention_init` without the options that have their defaults.
 
     `to_fields` adds them again; another scheme, set later, need not have them. A custom scheme is

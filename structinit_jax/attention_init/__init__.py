@@ -141,7 +141,7 @@ def impulse_mimetic(
     """Our variant: `impulse` in the first half of the layers, then attention to similar tokens.
 
     In the second half, heads attend to similar tokens: Q Kᵀ is near 0.7 I, as in `mimetic`. The
-    default target mass is smaller than that of `impulse`; with sin-cos positions, masses from 0.02
+    default target mass is smaller than that of `impulse`; with sin-cos positions, masses from 0.05
     to 0.2 train about equally well on CIFAR-10 (docs/results.md). Grids of ten tokens or fewer need
     a larger mass. A sin-cos encoding replaces learned positions. For the options, see `impulse`.
 

@@ -1,9 +1,10 @@
 """Schemes for layers that mix tokens without attention: MLPs and depthwise convolutions.
 
 The 2025 paper has results for MLP-Mixer, but does not say how its token-mixing MLPs are
-initialized; `impulse` and `mimetic` for them (`TokenMixingSite`) are our own. Neither beats the
-model's own initialization, which is the default (benchmarks/results/search.md), probably because
-all channels share the token mixing, and equal shifts of all tokens do not tell positions apart.
+initialized; `impulse` and `mimetic` for them (`TokenMixingSite`) are our own. Neither has been
+ahead of the model's own initialization, which is the default, by more than noise (docs/results.md),
+probably because all channels share the token mixing, and equal shifts of all tokens do not tell
+positions apart.
 
 Token mixing computes y = A gelu(B u), biases aside, for the N values u of each channel. Since
 gelu(z) - gelu(-z) = z, B = [B'; -B'] and A = [A', -A'] give y = A' B' u exactly. Every linear map
