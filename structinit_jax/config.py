@@ -409,7 +409,7 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
 def _without_defaults(section: dict[str, Any]) -> dict[str, Any]:
     """Returns the section `attention_init` without the options that have their defaults.
 
-    `to_fields` adds them again; another scheme, set later, need not have them. A custom scheme is
+    `to_fields` adds them again; another scheme, set later, has its own defaults. A custom scheme is
     not imported, and keeps all options.
     """
     name = section.get("name")

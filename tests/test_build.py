@@ -89,7 +89,9 @@ def test_a_scheme_is_checked_only_if_it_is_used(tiny_config, tmp_path):
     with pytest.raises(InputError, match=r"^config\.start_from=.* must be an existing"):
         make_initializer(tiny_config, model)
     Path(tiny_config.start_from).touch()
-    make_initializer(tiny_config, model)
+    initialize = make_initializer(tiny_config, model)
+    with pytest.raises(InputError, match=r"^config\.start_from=.* cannot be read"):
+        initialize()  # uses the file
 
 
 def test_a_step_fits_what_images_leave():

@@ -100,9 +100,11 @@ def test_fields_of_another_version_do_not_count(capsys):
     run = saved()
     del run["config"]["clip_norm"], run["config"]["model"]["layer_scale"]
     run["config"] |= {"gone": 1, "section": {"a": 3}}
-    run["config"]["attention_init"]["gone"] = 1
     check(run)
     assert not capsys.readouterr().out
+    run["config"]["attention_init"]["gone"] = 1
+    with pytest.raises(InputError, match=r"attention_init\.gone: 1 -> None"):
+        check(run)
 
 
 def my_scheme(kernel_size=(3, 3)):

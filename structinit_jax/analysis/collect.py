@@ -21,11 +21,7 @@ from structinit_jax.data.images import CenterCrop
 from structinit_jax.errors import require
 from structinit_jax.training import build
 from structinit_jax.training.sharding import make_mesh
-from structinit_jax.training.state import (
-    AbstractModel,
-    TrainState,
-    make_initializer,
-)
+from structinit_jax.training.state import AbstractModel, TrainState, make_initializer
 
 BATCH_SIZE = 8  # images at a time; their maps are in memory together
 

@@ -27,6 +27,7 @@ from structinit_jax.training import distributed
 
 LOCK = ".lock"
 COMPARISON = "compare.json"  # in the workdir of `structinit_jax.compare`, which holds run workdirs
+SCHEME = "attention_init."  # prefix of the fields in this section
 # What a field decides. It also decides everything with a larger number.
 WEIGHTS = 1  # how trained weights must be used
 START = 2  # the initial weights
@@ -36,7 +37,7 @@ NOTHING = 5  # rounding at most
 # By field, or by section with a dot; all other fields decide the results.
 DECIDES = {
     **dict.fromkeys(("model.", "data.mean", "data.std"), WEIGHTS),
-    **dict.fromkeys(("attention_init.", "start_from", "seed"), START),
+    **dict.fromkeys((SCHEME, "start_from", "seed"), START),
     **dict.fromkeys(("batch_size", "optimizer", "data.image_size", "data.channels"), RUN),
     **dict.fromkeys(("data.name", "data.train_split"), RUN),
     **dict.fromkeys(("data.repeats", "data.drop_remainder"), RUN),
@@ -185,13 +186,18 @@ def check_config(old: Mapping[str, Any], config: ConfigDict, level: int, place: 
     """Lists the fields that differ from an old config, as read from JSON, one per line.
 
     Fields that only one config has are skipped: they belong to another scheme, or to another
-    version of this package. Raises an `InputError` that names `place` if a listed field `decides`
-    the level, for example `RUN`.
+    version of this package. If the scheme is the same, options that one config lacks count as None.
+    Raises an `InputError` that names `place` if a listed field `decides` the level, for example
+    `RUN`.
     """
     # A field of a custom model or scheme can be a dict.
     flatten = functools.partial(flatten_dict, sep=".", is_leaf=lambda path, _: len(path) == 2)
     old = flatten(to_fields(ConfigDict(old)))
     new = flatten(to_fields(config))
+    if old.get(f"{SCHEME}name") == new.get(f"{SCHEME}name"):
+        options = dict.fromkeys(field for field in old | new if field.startswith(SCHEME))
+        old = options | old
+        new = options | new
     changed = [field for field in sorted(old.keys() & new.keys()) if old[field] != new[field]]
 
     def describe(fields):
