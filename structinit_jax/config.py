@@ -106,7 +106,7 @@ class DataFields:
     repeats: PositiveInt = 1  # copies of each training example (repeated augmentation)
     image_size: PositiveInt = 224  # height and width of the model's input in pixels
     crop_fraction: Share = 1.0  # of the shorter side, kept by the center crop of test images
-    channels: Literal[1, 3] = 3
+    channels: PositiveInt = 3  # gray and color images are converted to 1 or 3
     mean: tuple[Probability, ...] = (0.485, 0.456, 0.406)  # per channel, of pixels scaled to [0, 1]
     std: tuple[Share, ...] = (0.229, 0.224, 0.225)
 
@@ -164,6 +164,9 @@ def validate(config: ConfigDict) -> None:
     for field in ("mean", "std"):
         needs = f"a tuple with one number per channel (config.data.channels={data.channels})"
         require(f"config.data.{field}", data[field], needs, len(data[field]) == data.channels)
+    needs = "1 or 3 for config.augment.rand_augment, whose operations are for gray and color images"
+    fits = not config.augment.rand_augment or data.channels in (1, 3)
+    require("config.data.channels", data.channels, needs, fits)
     group = config.augment.mix_group
     needs = f"0 (the whole batch) or a divisor of config.batch_size={config.batch_size}"
     require("config.augment.mix_group", group, needs, not group or config.batch_size % group == 0)

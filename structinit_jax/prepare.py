@@ -38,6 +38,8 @@ def define_flags() -> None:
     flags.DEFINE_string("data_dir", None, text)
     text = "Folder of archives that TFDS cannot download (default: downloads/manual in --data_dir)."
     flags.DEFINE_string("manual_dir", None, text)
+    text = "Channels of the images, if they are not those of the data set."
+    flags.DEFINE_integer("channels", None, text, lower_bound=1)
     text = "Images to decode in each split; 0 for all."
     flags.DEFINE_integer("check", 20_000, text, lower_bound=0)
 
@@ -140,7 +142,7 @@ def main(overrides: command_line.Overrides) -> None:
     if overrides:
         raise InputError(f"prepare has no --config.{overrides[0][0]}; --help lists its flags")
     prepare(FLAGS.name, FLAGS.data_dir, FLAGS.manual_dir)
-    report(open_dataset(FLAGS.name, FLAGS.data_dir), FLAGS.check)
+    report(open_dataset(FLAGS.name, FLAGS.data_dir, FLAGS.channels), FLAGS.check)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,11 @@ def describe_target(target: np.ndarray, smoothing: float, class_names: Sequence[
 
 
 def draw(images: np.ndarray, captions: Sequence[str]) -> Figure:
-    """Draws images, uint8 [n, H, W, 1 or 3], in rows of eight with captions above them."""
+    """Draws images, uint8 [n, H, W, C], in rows of eight with captions above them.
+
+    The first three channels are shown as red, green and blue; with fewer, the first one as gray.
+    """
+    images = images[..., : 3 if images.shape[-1] >= 3 else 1]
     rows = -(-len(images) // COLUMNS)
     figure = Figure(figsize=(COLUMNS * TILE, rows * TILE), layout="tight")
     for place, (image, caption) in enumerate(zip(images, captions, strict=True), 1):

@@ -66,6 +66,7 @@ def test_crops_pad_by_four_pixels_flips_are_as_likely_as_given_and_warps_show_th
     black = np.all(augment(white, crop="pad") == 0, axis=(2, 3)).sum(axis=1)
     assert black.max() == 4
     np.testing.assert_array_equal(augment(IMAGES, flip=1.0), IMAGES[:, :, ::-1])
+    np.testing.assert_array_equal(augment(IMAGES, vertical_flip=1.0), IMAGES[:, ::-1])
     warped = augment(white, rand_augment="rand-m9-n1")
     assert np.any(np.all(warped == np.rint(255 * np.array(MEAN)), axis=-1))
 

@@ -41,6 +41,13 @@ def test_bad_values_are_refused_by_field_and_value(field, value):
     assert f"{name}={value!r} must be " in str(caught.value)
 
 
+def test_rand_augment_is_for_gray_and_color_images():
+    fields = {"data.channels": 4, "data.mean": (0.5,) * 4, "data.std": (0.5,) * 4}
+    config_lib.validate(make_config(**fields))
+    with pytest.raises(InputError, match=r"^config\.data\.channels=4 must be 1 or 3 for "):
+        config_lib.validate(make_config(**fields, **{"augment.rand_augment": "rand-m9"}))
+
+
 def test_the_first_epoch_of_timms_schedule_needs_a_rate():
     with pytest.raises(InputError, match=r"^config\.warmup_learning_rate=0\.0 must be above 0"):
         config_lib.validate(make_config(schedule="timm_cosine"))

@@ -69,9 +69,34 @@ def test_sixteen_bits_keep_the_upper_eight():
         content = encoded(Image.fromarray(values).convert(mode), "TIFF")
         with pytest.raises(BadImageError, match=r"^deep.tif: cannot be decoded .*no known range"):
             StoredImage(content, 3, "deep.tif").decode()
-    for pixels in (values, values.astype(np.float32), np.zeros((4, 4, 4), np.uint8)):
+    for pixels in (values, values.astype(np.float32), np.zeros((1, 4, 4, 4), np.uint8)):
         with pytest.raises(InputError, match=r"^pixels=array .* uint8 \[h, w\]"):
             StoredImage(pixels, 3, "pixels")
+
+
+def test_images_with_other_channels_are_resized_by_channel(large_photo, photo):
+    pixels = np.dstack([large_photo, np.asarray(large_photo)[..., :2]])
+    file = io.BytesIO()
+    np.save(file, pixels)
+    crops = (RandomCrop(24, seed=0), CenterCrop(24, 0.875))
+    for image in (StoredImage(file.getvalue(), 5, "a.npy"), StoredImage(pixels, 5, "pixels")):
+        for crop in crops:
+            by_channel = [crop(StoredImage(p, 1, "p"), 7) for p in np.moveaxis(pixels, -1, 0)]
+            got = crop(image, 7)
+            assert got.shape == (24, 24, 5)
+            differences = np.abs(got.astype(int) - np.concatenate(by_channel, axis=-1))
+            assert np.mean(differences > 1) < 0.001  # one channel is resized with SIMD
+    gray = StoredImage(np.asarray(photo), 1, "photo").decode()
+    assert distance(gray, photo.convert("L")) == 0
+    deep = io.BytesIO()
+    np.save(deep, pixels.astype(np.uint16))
+    for content, problem in (
+        (file.getvalue(), r"5 channels, not channels=4"),
+        (encoded(photo, "JPEG"), r"only \.npy files can have channels=4"),
+        (deep.getvalue(), r"pixels must be uint8 .*, not uint16 \[427, 640, 5\]"),
+    ):
+        with pytest.raises(BadImageError, match=problem):
+            CenterCrop(24)(StoredImage(content, 4, "a.npy"))
 
 
 @pytest.mark.parametrize("image_format", ["JPEG", "PNG", "TIFF"])

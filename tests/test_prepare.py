@@ -36,6 +36,15 @@ def test_the_report_names_classes_sizes_and_bad_images(tmp_path):
     assert "dog/1.png" in said
 
 
+def test_files_of_pixels_can_have_any_number_of_channels(tmp_path):
+    (tmp_path / "train" / "cat").mkdir(parents=True)
+    np.save(tmp_path / "train" / "cat" / "0.npy", np.full((4, 5, 5), 51, np.uint8))
+    arguments = ("--name=folder", f"--data_dir={tmp_path}", "--channels=5")
+    said = fork_main.run(*arguments, module=prepare.__name__).stdout
+    assert said.startswith(f"{tmp_path.name}: 1 classes (cat), 5 channels\n")
+    assert "train: pixels: mean (0.2, 0.2, 0.2, 0.2, 0.2), std (0.0" in said
+
+
 def test_as_many_images_are_checked_as_asked_and_the_rest_is_counted():
     images = [np.zeros((8, 8), np.uint8)] * 1099 + [b"nothing"]
     source = source_of(images, [0] * 1100, ["cat"])

@@ -78,3 +78,9 @@ def test_captions_are_no_markup_and_need_not_be_text(tmp_path):
     figure = show.draw(np.zeros((3, 8, 8, 3), np.uint8), captions)
     figure.savefig(tmp_path / "batch.png")
     assert [axis.get_title() for axis in figure.axes] == [*captions[:2], r"\udcff"]
+
+
+@pytest.mark.parametrize(("channels", "shown"), [(1, ()), (2, ()), (3, (3,)), (5, (3,))])
+def test_at_most_three_channels_are_shown(channels, shown):
+    (axis,) = show.draw(np.zeros((1, 8, 8, channels), np.uint8), ["cat"]).axes
+    assert axis.images[0].get_array().shape == (8, 8, *shown)

@@ -25,6 +25,7 @@ from structinit_jax.errors import Check, NonNegativeFloat, NonNegativeInt, Proba
 CROP = 0
 FLIP = 1
 RAND_AUGMENT = 2
+VERTICAL_FLIP = 3
 ERASING = 4
 MIXING = 5
 
@@ -51,6 +52,7 @@ class AugmentFields:
     crop: Literal["none", "pad", "resized"] = "none"
     crop_scale: Shares = (0.08, 1.0)  # range of the box's share of the image area, if 'resized'
     flip: Probability = 0.0  # probability of a horizontal flip
+    vertical_flip: Probability = 0.0
     # A timm policy with any of m, mstd, n and inc, such as 'rand-m9-mstd0.5-inc1'; '' disables it.
     rand_augment: PolicyText = ""
     erasing: Probability = 0.0  # probability of random erasing, with noise
@@ -73,7 +75,7 @@ def make_augment(
 ) -> Augment:
     """Builds the function `(rng, images, labels) -> (images, targets)` to call within jit.
 
-    The order of operations is that of timm's train script with its prefetcher: crop, flip,
+    The order of operations is that of timm's train script with its prefetcher: crop, flips,
     RandAugment, mixing, rounding, normalization, erasing. With a Threefry key, which is JAX's
     default, the random numbers for an image depend only on `rng` and the image's index in the
     batch, so the result does not depend on the number of devices. The function returns normalized
@@ -94,6 +96,11 @@ def make_augment(
         if config.flip:
             flip = functools.partial(transforms.random_flip, probability=config.flip)
             images = jax.vmap(flip)(_image_rngs(rng, FLIP, index), images)
+        if config.vertical_flip:
+            flip = functools.partial(
+                transforms.random_flip, probability=config.vertical_flip, axis=0
+            )
+            images = jax.vmap(flip)(_image_rngs(rng, VERTICAL_FLIP, index), images)
         if config.rand_augment:
             policy = rand_augment.parse(config.rand_augment)
             draw = functools.partial(rand_augment.draw_operations, policy=policy)

@@ -1,4 +1,4 @@
-"""Transforms of a single uint8 image of one or three channels: crops, flips, warps and colors.
+"""Transforms of a uint8 image: crops, flips and, for one or three channels, warps and colors.
 
 They follow the arithmetic of Pillow and torchvision; docstrings say where the rounding may differ.
 Operations that map each pixel value separately are lookup tables (`lut`) of 256 entries.
@@ -17,10 +17,10 @@ VALUES = np.arange(256, dtype=np.int32)  # all pixel values: also the identity l
 
 
 def random_flip(
-    rng: Key[Array, ""], image: UInt8[Array, "H W C"], probability: float
+    rng: Key[Array, ""], image: UInt8[Array, "H W C"], probability: float, axis: int = 1
 ) -> UInt8[Array, "H W C"]:
-    """Mirrors the image horizontally with the given probability."""
-    return jnp.where(jax.random.bernoulli(rng, probability), image[:, ::-1], image)
+    """Mirrors the image along an axis, by default horizontally, with the given probability."""
+    return jnp.where(jax.random.bernoulli(rng, probability), jnp.flip(image, axis), image)
 
 
 def random_pad_crop(rng: Key[Array, ""], image: UInt8[Array, "H W C"]) -> UInt8[Array, "H W C"]:

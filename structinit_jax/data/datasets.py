@@ -45,7 +45,8 @@ def open_dataset(name: str, data_dir: Folder = None, channels: int | None = None
       data_dir: Depending on `name`, TFDS's data directory (None: `$TFDS_DATA_DIR` or
         `~/tensorflow_datasets`), the image folder, the folder with fashion_mnist's files, or the
         argument of the function. `~` is expanded.
-      channels: 1 converts the images to gray and 3 to color; None leaves them as they are.
+      channels: Of the images; 1 converts color images to gray, and 3 gray images to color. If
+        None, those of the data set, which are 3 for image folders.
 
     Raises:
       InputError: The name is unknown, or the data set cannot be read.

@@ -12,7 +12,7 @@ from structinit_jax.errors import InputError
 SPLITS = ("train", "val", "validation", "test")
 SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".avif"),
-    *(".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"),
+    *(".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".npy"),
 )
 LAYOUT = (
     "With data_dir=DIR, expected DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg, or DIR/CLASS/*.jpg"

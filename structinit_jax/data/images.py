@@ -4,6 +4,7 @@ Evaluation uses the center of an image (`CenterCrop`); training can use random b
 
 JPEGs are decoded by libjpeg-turbo (simplejpeg), which returns the same pixels as Pillow in half the
 time and can decode at a fraction of the size. Pillow decodes all other formats and CMYK JPEGs.
+Images with other numbers of channels than 1 and 3 are pixels, in memory or in a .npy file.
 """
 
 import dataclasses
@@ -28,6 +29,7 @@ except ImportError:  # there is no wheel for this platform, for example ARM Linu
     simd = None
 
 PIL_MODES = {1: "L", 3: "RGB"}  # by the number of channels
+NPY = b"\x93NUMPY"  # how a .npy file begins
 JPEG_MODES = {"Gray": "GRAY", "YCbCr": "RGB", "RGB": "RGB"}  # by color space; Pillow decodes CMYK
 START_OF_SCAN = 0xDA  # marker of a JPEG
 UPRIGHT = 1  # EXIF orientation
@@ -57,11 +59,13 @@ class JpegHeader(NamedTuple):
 
 
 class StoredImage:
-    """An image that is read and decoded on demand, to 1 or 3 channels.
+    """An image that is read and decoded on demand, to a number of channels.
 
     `stored` is a file path, the content of a file (bytes or an array [n]), or pixels: uint8 [h, w]
-    or [h, w, 1 or 3]. Error messages call the image `name`.
+    or [h, w, C]. Error messages call the image `name`.
 
+    - A .npy file (`numpy.save`) holds pixels. Pixels of 1 or 3 channels are converted from gray to
+      color or back; with any other number, they must have the channels asked for.
     - Gray, palette, CMYK and YCCK images are converted to RGB, or to gray for one channel, as
       Pillow converts them.
     - 16-bit PNG and TIFF images keep their upper 8 bits. 16-bit PGM images, which Pillow reads as
@@ -78,10 +82,10 @@ class StoredImage:
     def __init__(self, stored: Any, channels: int, name: str):
         if isinstance(stored, bytearray | memoryview) or getattr(stored, "ndim", 0) == 1:
             stored = bytes(stored)
-        needs = "the path or content of an image file, or pixels, uint8 [h, w] or [h, w, 1 or 3]"
+        needs = "the path or content of an image file, or pixels, uint8 [h, w] or [h, w, C]"
         fits = isinstance(stored, str | os.PathLike | bytes)
         if isinstance(stored, np.ndarray):
-            fits = stored.dtype == np.uint8 and stored.shape[2:] in ((), (1,), (3,))
+            fits = stored.dtype == np.uint8 and stored.ndim in (2, 3)
         require(name, stored, needs, fits)
         self.name = name
         self._stored = stored
@@ -126,7 +130,7 @@ class StoredImage:
             # simplejpeg stops at the first warning. Pillow continues, but rejects truncated files.
             return self._pixels, 1.0, UPRIGHT
         if pixels.shape[-1] != self._channels:
-            pixels = _from_pillow(_to_pillow(pixels), self._channels)
+            pixels = _convert(pixels, self._channels)
         return pixels, eighths / 8, orientation
 
     def num_bytes(self) -> int:
@@ -157,7 +161,7 @@ class StoredImage:
     @functools.cached_property
     def _jpeg(self) -> JpegHeader | None:
         """The header of a JPEG that simplejpeg can decode."""
-        if not isinstance(self._data, bytes):
+        if not isinstance(self._data, bytes) or self._channels not in PIL_MODES:
             return None
         try:
             height, width, space, _ = simplejpeg.decode_jpeg_header(self._data)
@@ -170,9 +174,13 @@ class StoredImage:
 
     @functools.cached_property
     def _pixels(self) -> np.ndarray:
-        """The upright pixels as Pillow decodes them, uint8 [h, w, C]."""
+        """The upright pixels of anything but a JPEG, uint8 [h, w, C]."""
         data = self._data
         try:
+            if isinstance(data, bytes) and data.startswith(NPY):
+                data = np.load(io.BytesIO(data), allow_pickle=False)
+            if isinstance(data, np.ndarray):
+                return _convert(data, self._channels)
             return _decode_with_pillow(data, self._channels)
         except Exception as error:  # each format's decoder raises its own errors
             # The text of UnidentifiedImageError contains a memory address.
@@ -180,8 +188,24 @@ class StoredImage:
             raise BadImageError(f"{self.name}: cannot be decoded ({reason})") from error
 
 
+def _convert(pixels, channels):
+    """Converts pixels [h, w] or [h, w, C] to a number of channels."""
+    if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3):
+        found = f"{pixels.dtype} {list(pixels.shape)}"
+        raise ValueError(f"pixels must be uint8 [h, w] or [h, w, C], not {found}")
+    pixels = pixels.reshape(*pixels.shape[:2], -1)
+    found = pixels.shape[-1]
+    if found == channels:
+        return pixels
+    if {found, channels} != {1, 3}:
+        raise ValueError(f"it has {found} channels, not channels={channels}")
+    return _from_pillow(_to_pillow(pixels), channels)
+
+
 def _decode_with_pillow(data, channels):
-    image = _to_pillow(data) if isinstance(data, np.ndarray) else Image.open(io.BytesIO(data))
+    if channels not in PIL_MODES:
+        raise ValueError(f"only .npy files can have channels={channels}")
+    image = Image.open(io.BytesIO(data))
     image.load()  # Pillow rotates a TIFF here and removes its orientation tag.
     image.info.pop("xmp", None)  # where `getexif` also looks, unlike `_read_exif`
     orientation = _orientation(image.getexif)
@@ -195,8 +219,8 @@ def _decode_with_pillow(data, channels):
 
 
 def _to_pillow(pixels):
-    """Converts pixels, uint8 [h, w] or [h, w, 1 or 3], to a Pillow image."""
-    return Image.fromarray(pixels[..., 0] if pixels.shape[2:] == (1,) else pixels)
+    """Converts pixels, uint8 [h, w, 1 or 3], to a Pillow image."""
+    return Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
 
 
 def _from_pillow(image, channels):
@@ -347,7 +371,7 @@ def _resize(pixels, box, size, interpolation):
     Pillow and SIMD round in different places: 3 values in 10,000 differ by more than 1.
     """
     height, width, channels = pixels.shape
-    if simd is None:
+    if simd is None or channels not in PIL_MODES:
         return _pillow_resize(pixels, (size, size), interpolation, box)
     left, top, right, bottom = box
     pixel_type = {1: simd.PixelType.U8, 3: simd.PixelType.U8x3}[channels]
@@ -364,4 +388,8 @@ def _resize(pixels, box, size, interpolation):
 
 def _pillow_resize(pixels, size, interpolation, box=None):
     resample = getattr(Image.Resampling, interpolation.upper())
-    return _from_pillow(_to_pillow(pixels).resize(size, resample, box), pixels.shape[-1])
+    channels = pixels.shape[-1]
+    if channels in PIL_MODES:
+        return _from_pillow(_to_pillow(pixels).resize(size, resample, box), channels)
+    planes = np.split(pixels, channels, axis=-1)
+    return np.concatenate([_pillow_resize(p, size, interpolation, box) for p in planes], axis=-1)

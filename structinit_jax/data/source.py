@@ -33,7 +33,7 @@ class DatasetInfo:
     """Properties of a data set that the model and the schedule depend on."""
 
     num_classes: int  # labels are 0, ..., num_classes - 1
-    channels: int  # of decoded images: 1 (gray) or 3 (color)
+    channels: int  # of decoded images, such as 1 (gray) or 3 (color)
     num_examples: Mapping[str, int]  # in each split
 
 
@@ -166,8 +166,8 @@ class Dataset:
 
         Example: `Dataset.from_records("mine", {"train": records}, ["cat", "dog"])`, where `records`
         is a list of `{"image": "cats/1.jpg", "label": 0}`, or other `Records`. Messages contain
-        `name`. Class names are in label order and are converted to strings; images are converted to
-        1 or 3 `channels`.
+        `name`. Class names are in label order and are converted to strings. If `channels` is 1 or
+        3, gray and color images are converted to it.
         """
         sizes = {split: len(records) for split, records in splits.items()}
         names = [str(class_name) for class_name in class_names]
