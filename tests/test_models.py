@@ -166,7 +166,7 @@ def descend(params, grads):
     ("family", "name"), [(family, name) for family in SCHEMES for name in SCHEMES[family]]
 )
 def test_every_model_learns_from_every_scheme(family, name):
-    graphdef, *start = split_model(make(family, dtype="bfloat16"))
+    graphdef, *start = split_model(make(family, dtype=jnp.bfloat16))
     options = dict(max_steps=3) if (family, name) == ("vit", "impulse_2024") else {}
     scheme, rng = attention_init.SCHEMES[name](**options), jax.random.key(0)
 
@@ -177,7 +177,7 @@ def test_every_model_learns_from_every_scheme(family, name):
 
     params, state = jax.jit(init, out_shardings=EVERYWHERE)(*start, rng)
     assert jax.tree.map(jnp.shape, [params, state]) == jax.tree.map(jnp.shape, start)
-    loss_and_grads = train_fn(family, dtype="bfloat16")
+    loss_and_grads = train_fn(family, dtype=jnp.bfloat16)
     (before, (_, _, after)), grads = loss_and_grads(params, state, rng)
     assert {leaf.dtype.name for leaf in jax.tree.leaves((params, after, grads))} == {"float32"}
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
@@ -188,7 +188,7 @@ def test_every_model_learns_from_every_scheme(family, name):
 def test_bfloat16_is_computed_in_bfloat16_and_stays_close_to_float32(family):
     graphdef, *start = split_model(make(family))
     run = jax.jit(lambda *start: nnx.merge(graphdef, *start)(IMAGES, rng=jax.random.key(0))[0])
-    (_, (logits, out, _)), _ = train(family, dtype="bfloat16")
+    (_, (logits, out, _)), _ = train(family, dtype=jnp.bfloat16)
     blocks = out["stages"][0]["blocks"] if family == "swin" else out["blocks"]
     assert (blocks["output"].dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)
     np.testing.assert_allclose(logits, run(*start), atol=0.03)

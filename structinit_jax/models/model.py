@@ -9,17 +9,18 @@ from __future__ import annotations  # so that signatures show the names of check
 import inspect
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init import AttentionInit, AttentionWeights, Site, Weights
 from structinit_jax.attention_init.sites import check_shape, draw_stacks
-from structinit_jax.errors import PositiveInt
+from structinit_jax.errors import Check, PositiveInt
 from structinit_jax.models.layers import RESIDUAL, Rng, StackedBlock, set_weight
 
 _KEEP_LINEAR = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -44,7 +45,10 @@ REMAT_POLICIES = {  # The first is the fastest, the last needs the least memory.
 }
 
 ImageSize = PositiveInt | Sequence[PositiveInt]
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Annotated[
+    DTypeLike,
+    Check("'float32' or 'bfloat16'", lambda x: jnp.dtype(x).name in ("float32", "bfloat16")),
+]
 Remat = Literal["none", "dots", "full"]
 
 
@@ -64,7 +68,7 @@ class Model(nnx.Module):
         MLP-Mixer, of every block.
       base_init: Initial weights: 'timm' for those of timm's model, or 'pytorch' for the defaults of
         PyTorch's layers, which timm keeps in ConvMixer.
-      dtype: Type of the computation, 'float32' or 'bfloat16'. Parameters are float32.
+      dtype: Type of the computation, float32 or bfloat16. Parameters are float32.
       remat: How much the training step recomputes to save memory, in increasing order: 'none',
         'dots' or 'full' (see `run_stack`).
       attention_init: Scheme for the initial weights of the stacks. None keeps the family's own.
