@@ -16,6 +16,7 @@ import contextlib
 import difflib
 import functools
 import importlib
+import inspect
 import math
 import os
 import re
@@ -166,6 +167,17 @@ def require(name: str, value: Any, needs: str, holds: Any) -> None:
         text = f"array of shape {shape}" if shape and isinstance(shape, tuple) else repr(value)
         text = text if len(text) <= 200 else f"{text[:200]}…"
         raise InputError(f"{name}={text} must be {needs}")
+
+
+def require_function(name: str, value: Any, arguments: Sequence[str], fix: str = "") -> None:
+    """Raises `InputError` unless a value is a function that can be called with the arguments."""
+    try:
+        inspect.signature(value).bind(*arguments)
+    except (TypeError, ValueError) as error:
+        shown = getattr(value, "__name__", repr(value))
+        raise InputError(
+            f"{name}={shown} must be a function of ({', '.join(arguments)}){fix}"
+        ) from error
 
 
 def check_fields(owner: Callable[..., Any], values: Mapping[str, Any], prefix: str = "") -> None:

@@ -113,6 +113,12 @@ def test_averaged_weights_are_resumed_evaluated_and_exported(tiny_config, tmp_pa
     assert np.any(state.params["head"]["bias"] != bias)
 
 
+def test_a_hook_that_cannot_be_called_is_refused_at_the_start(tiny_config, tmp_path):
+    with pytest.raises(InputError, match=r"^on_evaluation=<lambda> .* of \(step, results\)$"):
+        train.train(tiny_config, tmp_path / "run", on_evaluation=lambda results: None)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_finished_run_started_again_is_evaluated(tiny_config, finished_run, workdir, capsys):
     tiny_config.log_every_steps += 1  # is not recorded, because nothing is trained
     again = train.train(tiny_config, workdir)

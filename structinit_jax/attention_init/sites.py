@@ -3,7 +3,6 @@
 from __future__ import annotations  # so that signatures show the names of checked types
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -20,6 +19,7 @@ from structinit_jax.errors import (
     check_fields,
     is_count,
     require,
+    require_function,
 )
 
 # -- sites -----------------------------------------------------------------------------------------
@@ -266,13 +266,8 @@ def draw_stacks(scheme: AttentionInit, sites: Sequence[Site], rng: jax.Array) ->
     Our models and `interop` share this function so that both draw the same weights. Raises
     `InputError` unless `scheme(rng, site)` can be called and returns weights that its site can use.
     """
-    try:
-        inspect.signature(scheme).bind("rng", "site")
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            f"attention_init={getattr(scheme, '__name__', repr(scheme))} must be a function of "
-            "(rng, site): call the scheme, as in impulse()"
-        ) from error
+    fix = ": call the scheme, as in impulse()"
+    require_function("attention_init", scheme, ("rng", "site"), fix)
     KEY.require("rng", rng)
     rngs = [rng] if len(sites) == 1 else jax.random.split(rng, len(sites))
     weights = []

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax import files
-from structinit_jax.errors import StoppedError
+from structinit_jax.errors import StoppedError, require_function
 from structinit_jax.training import build, checkpoint, distributed, sharding
 from structinit_jax.training import state as state_lib
 from structinit_jax.training import workdir as workdir_lib
@@ -63,6 +63,8 @@ def train(
 
         # -- Data and workdir ----------------------------------------------------------------------
         config_lib.validate(config)
+        if on_evaluation is not None:
+            require_function("on_evaluation", on_evaluation, ("step", "results"))
         with distributed.shared_errors():
             dataset = build.open_data(config)
             build.require_outside_images(config, workdir)
