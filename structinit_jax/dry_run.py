@@ -71,7 +71,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     memory = MEMORY.get(devices[0].device_kind) if target else build.memory_limit()
     data = config.data
     with prefixed("config.data: "):
-        info = CATALOG.get(data.name) or open_dataset(data.name, data.data_dir).info
+        info = CATALOG.get(data.name) or open_dataset(data.name, data.data_dir, data.channels).info
     with prefixed("config.model."):
         check_classes(info, config.model.num_classes)
     with prefixed("config.data.train_split: "):

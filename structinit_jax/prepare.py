@@ -38,7 +38,7 @@ def define_flags() -> None:
     flags.DEFINE_string("data_dir", None, text)
     text = "Folder of archives that TFDS cannot download (default: downloads/manual in --data_dir)."
     flags.DEFINE_string("manual_dir", None, text)
-    text = "Channels of the images, if they are not those of the data set."
+    text = "Number of channels of the images (default: that of the data set, 3 for folders)."
     flags.DEFINE_integer("channels", None, text, lower_bound=1)
     text = "Images to decode in each split; 0 for all."
     flags.DEFINE_integer("check", 20_000, text, lower_bound=0)
@@ -103,12 +103,13 @@ def mean_and_std(source: ImageSource) -> tuple[tuple[float, ...], tuple[float, .
     """
 
     def moments(image, label):
-        pixels = image.decode() / np.float32(255)
-        return [power.mean(axis=(0, 1), dtype=float) for power in (pixels, pixels**2)]
+        pixels = image.decode() / 255
+        return [power.mean(axis=(0, 1)) for power in (pixels, pixels**2)]
 
     mean, square = np.mean(source.map(moments), axis=0)
     variance = np.maximum(square - mean**2, 0)  # Rounding can make it negative.
-    return tuple(mean.round(3).tolist()), tuple(np.sqrt(variance).round(3).tolist())
+    # Dark channels need so many digits.
+    return tuple(mean.round(5).tolist()), tuple(np.sqrt(variance).round(5).tolist())
 
 
 def report(dataset: Dataset, num_checked: int) -> None:

@@ -4,6 +4,7 @@
 
 Steps are counted from 1, as in the log. To draw a batch of an existing run, pass --workdir=DIR
 instead of --config. To see what a setting does, change it, for example --config.augment.mixup=0.8.
+Of more than three channels, the first three are shown as red, green and blue.
 """
 
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ def describe_target(target: np.ndarray, smoothing: float, class_names: Sequence[
 def draw(images: np.ndarray, captions: Sequence[str]) -> Figure:
     """Draws images, uint8 [n, H, W, C], in rows of eight with captions above them.
 
-    The first three channels are shown as red, green and blue; with fewer, the first one as gray.
+    The first three channels are shown as colors or, if there are fewer, the first one as gray.
     """
     images = images[..., : 3 if images.shape[-1] >= 3 else 1]
     rows = -(-len(images) // COLUMNS)

@@ -59,6 +59,11 @@ def test_sets_that_cannot_be_opened_are_named(tmp_path, name, reason):
     assert f"data set '{name}'" in str(caught.value)
 
 
+def test_channels_that_a_set_does_not_have_are_refused():
+    with pytest.raises(InputError, match=r"^channels=5 must be 1, as in the data set"):
+        open_dataset("digits", channels=5)
+
+
 def test_functions_that_return_no_data_set_are_named():
     with pytest.raises(InputError, match=r"^name='builtins:print' must be a function that"):
         open_dataset("builtins:print")

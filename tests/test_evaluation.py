@@ -114,6 +114,7 @@ def test_logits_are_those_of_the_checkpoint(classify, digits, tiny_config, finis
     expected = jax.jit(lambda images: network(normalize(images, mean, std))[0])(images)
     np.testing.assert_allclose(classify(files), expected, atol=1e-5)
     np.testing.assert_allclose(classify(str(f) for f in files[3:4]), expected[3:4], atol=1e-5)
+    np.testing.assert_allclose(classify([images[3]]), expected[3:4], atol=1e-5)
 
 
 def test_images_are_cropped_as_the_config_says(
@@ -134,12 +135,15 @@ def test_images_are_cropped_as_the_config_says(
 
 
 @pytest.mark.parametrize(
-    ("files", "message"),
-    [([], r"^files=.* a list of "), ("a.jpg", r"^files=.* a list of "), ([__file__], __file__)],
+    ("images", "message"),
+    [
+        *(([], r"^images=.* a list of "), ("a.jpg", r"^images=.* a list of ")),
+        *((np.zeros((8, 8, 1), np.uint8), r"^images=.* a list of "), ([__file__], __file__)),
+    ],
 )
-def test_what_is_no_list_of_images_is_refused(classify, files, message):
+def test_what_is_no_list_of_images_is_refused(classify, images, message):
     with pytest.raises(InputError, match=message) as caught:
-        classify(files)
+        classify(images)
     assert "on_bad_image" not in str(caught.value)
 
 

@@ -10,7 +10,6 @@ from sklearn.datasets import load_sample_image
 
 from structinit_jax.data import images
 from structinit_jax.data.images import BadImageError, CenterCrop, RandomCrop, StoredImage
-from structinit_jax.errors import InputError
 
 REFERENCE = np.load(Path(__file__).parent / "references" / "random_resized_crop.npz")
 
@@ -69,9 +68,10 @@ def test_sixteen_bits_keep_the_upper_eight():
         content = encoded(Image.fromarray(values).convert(mode), "TIFF")
         with pytest.raises(BadImageError, match=r"^deep.tif: cannot be decoded .*no known range"):
             StoredImage(content, 3, "deep.tif").decode()
-    for pixels in (values, values.astype(np.float32), np.zeros((1, 4, 4, 4), np.uint8)):
-        with pytest.raises(InputError, match=r"^pixels=array .* uint8 \[h, w\]"):
-            StoredImage(pixels, 3, "pixels")
+    others = [np.zeros(shape, np.uint8) for shape in ((4, 4, 4), (1, 4, 4, 3), (0, 4, 3))]
+    for pixels in (values, values.astype(np.float32), *others):
+        with pytest.raises(BadImageError, match=r"^pixels: .* uint8 \[h, w, 3\], not \w+ \["):
+            StoredImage(pixels, 3, "pixels").decode()
 
 
 def test_images_with_other_channels_are_resized_by_channel(large_photo, photo):
@@ -84,18 +84,15 @@ def test_images_with_other_channels_are_resized_by_channel(large_photo, photo):
             by_channel = [crop(StoredImage(p, 1, "p"), 7) for p in np.moveaxis(pixels, -1, 0)]
             got = crop(image, 7)
             assert got.shape == (24, 24, 5)
-            differences = np.abs(got.astype(int) - np.concatenate(by_channel, axis=-1))
-            assert np.mean(differences > 1) < 0.001  # one channel is resized with SIMD
+            np.testing.assert_array_equal(got, np.concatenate(by_channel, axis=-1))
     gray = StoredImage(np.asarray(photo), 1, "photo").decode()
     assert distance(gray, photo.convert("L")) == 0
-    deep = io.BytesIO()
-    np.save(deep, pixels.astype(np.uint16))
     for content, problem in (
-        (file.getvalue(), r"5 channels, not channels=4"),
-        (encoded(photo, "JPEG"), r"only \.npy files can have channels=4"),
-        (deep.getvalue(), r"pixels must be uint8 .*, not uint16 \[427, 640, 5\]"),
+        (file.getvalue(), r"uint8 \[h, w, 4\], not uint8 \[427, 640, 5\]"),
+        (file.getvalue()[:-1], ""),
+        (encoded(photo, "JPEG"), r"it is not a \.npy file, .* channels=4"),
     ):
-        with pytest.raises(BadImageError, match=problem):
+        with pytest.raises(BadImageError, match=rf"^a\.npy: cannot be decoded \(.*{problem}"):
             CenterCrop(24)(StoredImage(content, 4, "a.npy"))
 
 

@@ -9,6 +9,7 @@ from test_folder import write_image
 from tfds_sets import source_of
 
 from structinit_jax import prepare
+from structinit_jax.data.datasets import open_dataset
 from structinit_jax.errors import InputError
 
 
@@ -37,12 +38,18 @@ def test_the_report_names_classes_sizes_and_bad_images(tmp_path):
 
 
 def test_files_of_pixels_can_have_any_number_of_channels(tmp_path):
-    (tmp_path / "train" / "cat").mkdir(parents=True)
-    np.save(tmp_path / "train" / "cat" / "0.npy", np.full((4, 5, 5), 51, np.uint8))
-    arguments = ("--name=folder", f"--data_dir={tmp_path}", "--channels=5")
-    said = fork_main.run(*arguments, module=prepare.__name__).stdout
+    write_image(tmp_path / "train" / "cat" / "0.png", 255)
+    np.save(tmp_path / "train" / "cat" / "1.npy", np.full((4, 5, 5), 51, np.uint8))
+    arguments = ("--name=folder", f"--data_dir={tmp_path}")
+    said = fork_main.run(*arguments, "--channels=5", module=prepare.__name__).stdout
     assert said.startswith(f"{tmp_path.name}: 1 classes (cat), 5 channels\n")
+    assert "left out: .png (1)\n  train: 1 examples; checked all" in said
     assert "train: pixels: mean (0.2, 0.2, 0.2, 0.2, 0.2), std (0.0" in said
+    dataset = open_dataset("folder", tmp_path)  # of color images
+    assert (len(dataset.split("train")), dict(dataset.left_out)[".npy"]) == (1, 1)
+    (tmp_path / "train" / "cat" / "0.png").unlink()
+    message = fork_main.error_of(*arguments, module=prepare.__name__)
+    assert "for channels=3, there are no class folders with images (.jpg, " in message
 
 
 def test_as_many_images_are_checked_as_asked_and_the_rest_is_counted():
@@ -71,7 +78,7 @@ def test_mean_and_deviation_are_those_of_all_pixels_by_channel():
     images[..., 2] = 83  # of which the variance is rounded to a negative number
     source = source_of(images, [-1] * 30, ["a"])
     pixels = images.reshape(-1, 3) / 255
-    expected = [tuple(f(pixels, axis=0).round(3).tolist()) for f in (np.mean, np.std)]
+    expected = [tuple(f(pixels, axis=0).round(5).tolist()) for f in (np.mean, np.std)]
     assert list(prepare.mean_and_std(source)) == expected
 
 

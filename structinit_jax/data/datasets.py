@@ -45,21 +45,26 @@ def open_dataset(name: str, data_dir: Folder = None, channels: int | None = None
       data_dir: Depending on `name`, TFDS's data directory (None: `$TFDS_DATA_DIR` or
         `~/tensorflow_datasets`), the image folder, the folder with fashion_mnist's files, or the
         argument of the function. `~` is expanded.
-      channels: Of the images; 1 converts color images to gray, and 3 gray images to color. If
-        None, those of the data set, which are 3 for image folders.
+      channels: Number of channels: 1 converts color images to gray, and 3 gray ones to color. If
+        None, that of the data set; 3 for image folders.
 
     Raises:
       InputError: The name is unknown, or the data set cannot be read.
     """
     # Shells do not expand `~` in `--flag=~/folder`.
     data_dir = os.path.expanduser(data_dir) if data_dir else None
-    if name in OPENERS or is_reference(name):
+    if name == "folder":
+        dataset = open_folder(data_dir, channels or 3)
+    elif name in OPENERS or is_reference(name):
         dataset = find(name, OPENERS, "name")(data_dir)
         require("name", name, "a function that returns a Dataset", isinstance(dataset, Dataset))
     else:
         dataset = _open_tfds(name, data_dir)
     if channels is None:
         return dataset
+    found = dataset.info.channels
+    needs = f"{found}, as in the data set"
+    require("channels", channels, needs, channels == found or {channels, found} == {1, 3})
     return dataclasses.replace(dataset, info=dataclasses.replace(dataset.info, channels=channels))
 
 

@@ -10,10 +10,12 @@ from structinit_jax.data.source import Dataset, DatasetInfo, Folder
 from structinit_jax.errors import InputError
 
 SPLITS = ("train", "val", "validation", "test")
+# Of gray and color images, and of images with any other number of channels.
 SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".avif"),
-    *(".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".npy"),
+    *(".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"),
 )
+OTHER_SUFFIXES = (".npy",)
 LAYOUT = (
     "With data_dir=DIR, expected DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg, or DIR/CLASS/*.jpg"
     " split with, for example, train_split='train[:90%]' and eval_split='train[90%:]'."
@@ -54,13 +56,15 @@ def split_folders(root: Path) -> dict[str, Path]:
     return folders or {"train": root}
 
 
-def open_folder(root: Folder) -> Dataset:
+def open_folder(root: Folder, channels: int = 3) -> Dataset:
     """Opens an image folder `root/SPLIT/class/**/*.jpg`, like torchvision's ImageFolder.
 
     The splits are `train`, `val` or `validation`, and `test`. One is enough; the first one present
     must have all classes, which are numbered in sorted order. Without these folders, the images
     `root/class/*.jpg` are the split `train`. Files are ordered by a checksum of their path below
     the split, so `train[:10%]` mixes the classes and is the same on every machine.
+
+    Images of any other number of `channels` than 1 and 3 are .npy files.
 
     Raises:
       InputError: The folder does not exist or contains no images. Opening a split also raises it if
@@ -74,19 +78,25 @@ def open_folder(root: Folder) -> Dataset:
     if not root or not folder.is_dir():
         raise problem(f"there is no such folder (working directory: {Path.cwd()})")
     left_out = Counter()
+    suffixes = SUFFIXES if channels in (1, 3) else OTHER_SUFFIXES
     folders = split_folders(folder)
     deep = folder not in folders.values()
     try:
         if deep:
-            others, _ = _list(folder, Counter())
+            others, _ = _list(folder, suffixes, Counter())
             left_out.update(f"folder {o.name}/" for o in others if o.name not in folders)
-        found = {split: _find_classes(path, left_out, deep) for split, path in folders.items()}
+        found = {
+            split: _find_classes(path, suffixes, left_out, deep) for split, path in folders.items()
+        }
     except OSError as error:  # no permission, a broken link, or a cycle of links
         raise problem(f"{error.filename} cannot be read ({error.strerror})") from error
     first = next(iter(found))
     if not found[first] or not any(any(classes.values()) for classes in found.values()):
         places = ", ".join(f"{split}/" for split in folders) if deep else "it"
-        raise problem(f"there are no class folders with images in {places}")
+        kinds = ", ".join(suffixes)
+        raise problem(
+            f"for channels={channels}, there are no class folders with images ({kinds}) in {places}"
+        )
 
     def open_split(split):
         # Checked here, so that an unused split can have other classes.
@@ -95,32 +105,32 @@ def open_folder(root: Folder) -> Dataset:
         empty = [name for name, paths in found[split].items() if not paths]
         if empty and split == "train":
             path = (folders[split] / empty[0]).relative_to(folder)
-            raise problem(f"the class {path} has no images ({', '.join(SUFFIXES)})")
+            raise problem(f"the class {path} has no images ({', '.join(suffixes)})")
         labels = {name: label for label, name in enumerate(found[first])}
         files = [(path, labels[name]) for name, paths in found[split].items() for path in paths]
         return FileRecords(files, folders[split])
 
     sizes = {split: sum(map(len, classes.values())) for split, classes in found.items()}
-    info = DatasetInfo(len(found[first]), 3, sizes)
+    info = DatasetInfo(len(found[first]), channels, sizes)
     return Dataset(display_name("folder", root), info, list(found[first]), open_split, left_out)
 
 
-def _find_classes(folder, left_out, deep):
+def _find_classes(folder, suffixes, left_out, deep):
     """Returns the image paths of each class; if `deep`, also those in its subfolders."""
-    entries, images = _list(folder, left_out)
+    entries, images = _list(folder, suffixes, left_out)
     left_out["images outside of class folders"] += len(images)
-    return {entry.name: _find_images(entry.path, left_out, deep) for entry in entries}
+    return {entry.name: _find_images(entry.path, suffixes, left_out, deep) for entry in entries}
 
 
-def _find_images(folder, left_out, deep):
-    entries, images = _list(folder, left_out)
+def _find_images(folder, suffixes, left_out, deep):
+    entries, images = _list(folder, suffixes, left_out)
     if deep:
         for entry in entries:
-            images += _find_images(entry.path, left_out, deep)
+            images += _find_images(entry.path, suffixes, left_out, deep)
     return images
 
 
-def _list(folder, left_out):
+def _list(folder, suffixes, left_out):
     """Returns the sorted subfolders and images of a folder, and counts other files.
 
     Hidden entries such as .ipynb_checkpoints and @eaDir are left out.
@@ -132,7 +142,7 @@ def _list(folder, left_out):
             left_out["hidden"] += 1
         elif entry.is_dir():
             folders.append(entry)
-        elif entry.name.lower().endswith(SUFFIXES):
+        elif entry.name.lower().endswith(suffixes):
             images.append(entry.path)
         elif not os.path.exists(entry.path):
             raise FileNotFoundError(errno.ENOENT, "broken link", entry.path)

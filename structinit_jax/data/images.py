@@ -4,7 +4,7 @@ Evaluation uses the center of an image (`CenterCrop`); training can use random b
 
 JPEGs are decoded by libjpeg-turbo (simplejpeg), which returns the same pixels as Pillow in half the
 time and can decode at a fraction of the size. Pillow decodes all other formats and CMYK JPEGs.
-Images with other numbers of channels than 1 and 3 are pixels, in memory or in a .npy file.
+Images with another number of channels than 1 and 3 are pixels, in memory or in a .npy file.
 """
 
 import dataclasses
@@ -83,9 +83,7 @@ class StoredImage:
         if isinstance(stored, bytearray | memoryview) or getattr(stored, "ndim", 0) == 1:
             stored = bytes(stored)
         needs = "the path or content of an image file, or pixels, uint8 [h, w] or [h, w, C]"
-        fits = isinstance(stored, str | os.PathLike | bytes)
-        if isinstance(stored, np.ndarray):
-            fits = stored.dtype == np.uint8 and stored.ndim in (2, 3)
+        fits = isinstance(stored, str | os.PathLike | bytes | np.ndarray)
         require(name, stored, needs, fits)
         self.name = name
         self._stored = stored
@@ -190,21 +188,18 @@ class StoredImage:
 
 def _convert(pixels, channels):
     """Converts pixels [h, w] or [h, w, C] to a number of channels."""
-    if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3):
-        found = f"{pixels.dtype} {list(pixels.shape)}"
-        raise ValueError(f"pixels must be uint8 [h, w] or [h, w, C], not {found}")
-    pixels = pixels.reshape(*pixels.shape[:2], -1)
-    found = pixels.shape[-1]
-    if found == channels:
-        return pixels
-    if {found, channels} != {1, 3}:
-        raise ValueError(f"it has {found} channels, not channels={channels}")
-    return _from_pillow(_to_pillow(pixels), channels)
+    given = f"{pixels.dtype} {list(pixels.shape)}"
+    pixels = pixels[..., None] if pixels.ndim == 2 else pixels
+    found = pixels.shape[-1] if pixels.ndim == 3 else 0
+    is_converted = {found, channels} == {1, 3}
+    if pixels.dtype != np.uint8 or not pixels.size or not (found == channels or is_converted):
+        raise ValueError(f"pixels must be uint8 [h, w, {channels}], not {given}")
+    return _from_pillow(_to_pillow(pixels), channels) if is_converted else pixels
 
 
 def _decode_with_pillow(data, channels):
     if channels not in PIL_MODES:
-        raise ValueError(f"only .npy files can have channels={channels}")
+        raise ValueError(f"it is not a .npy file, which alone can have channels={channels}")
     image = Image.open(io.BytesIO(data))
     image.load()  # Pillow rotates a TIFF here and removes its orientation tag.
     image.info.pop("xmp", None)  # where `getexif` also looks, unlike `_read_exif`
@@ -365,13 +360,29 @@ def crop_and_resize(
     return _turn(_resize(inside, corners, image_size, interpolation), orientation)
 
 
+def _by_channel(resize):
+    """Makes a function that resizes gray and color pixels resize others channel by channel."""
+
+    @functools.wraps(resize)
+    def resize_any(pixels, *options):
+        channels = pixels.shape[-1]
+        if channels in PIL_MODES:
+            return resize(pixels, *options)
+        planes = np.split(pixels, channels, axis=-1)
+        return np.concatenate([resize(plane, *options) for plane in planes], axis=-1)
+
+    return resize_any
+
+
+@_by_channel
 def _resize(pixels, box, size, interpolation):
     """Resizes a box (left, top, right, bottom) to a square.
 
-    Pillow and SIMD round in different places: 3 values in 10,000 differ by more than 1.
+    Pillow and SIMD round in different places: in photographs, 3 values in 10,000 differ by more
+    than 1.
     """
     height, width, channels = pixels.shape
-    if simd is None or channels not in PIL_MODES:
+    if simd is None:
         return _pillow_resize(pixels, (size, size), interpolation, box)
     left, top, right, bottom = box
     pixel_type = {1: simd.PixelType.U8, 3: simd.PixelType.U8x3}[channels]
@@ -386,10 +397,7 @@ def _resize(pixels, box, size, interpolation):
     return np.frombuffer(result.get_buffer(), np.uint8).reshape(size, size, channels)
 
 
+@_by_channel
 def _pillow_resize(pixels, size, interpolation, box=None):
     resample = getattr(Image.Resampling, interpolation.upper())
-    channels = pixels.shape[-1]
-    if channels in PIL_MODES:
-        return _from_pillow(_to_pillow(pixels).resize(size, resample, box), channels)
-    planes = np.split(pixels, channels, axis=-1)
-    return np.concatenate([_pillow_resize(p, size, interpolation, box) for p in planes], axis=-1)
+    return _from_pillow(_to_pillow(pixels).resize(size, resample, box), pixels.shape[-1])

@@ -183,7 +183,7 @@ def evaluate_checkpoint(
 
 
 class Classifier:
-    """Classifies image files with the model of a checkpoint.
+    """Classifies images with the model of a checkpoint.
 
     Images are cropped, resized and normalized as in the run's evaluation.
 
@@ -215,22 +215,25 @@ class Classifier:
 
         self._logits = logits
 
-    def __call__(self, files: Iterable[str | os.PathLike]) -> Float[np.ndarray, "n classes"]:
-        """Returns the logits of images.
+    def __call__(
+        self, images: Iterable[str | os.PathLike | np.ndarray]
+    ) -> Float[np.ndarray, "n classes"]:
+        """Returns the logits of images, each a file or pixels, uint8 [h, w, C].
 
         Raises:
-          InputError: A file is missing or cannot be decoded, or `files` is a single path or empty.
+          InputError: A file is missing or cannot be decoded, or `images` is a single path or empty.
         """
-        paths = [] if isinstance(files, str | os.PathLike) else list(files)
-        fits = paths and all(isinstance(path, str | os.PathLike) for path in paths)
-        require("files", files, "a list of one or more paths, such as [path]", fits)
-        records = [{"image": path, "label": 0} for path in paths]
+        single = isinstance(images, str | os.PathLike | np.ndarray)
+        stored = [] if single else list(images)
+        fits = stored and all(isinstance(x, str | os.PathLike | np.ndarray) for x in stored)
+        require("images", images, "a list of one or more paths or arrays, such as [path]", fits)
+        records = [{"image": image, "label": 0} for image in stored]
         data = self.config.data
         names = self.class_names
         dataset = Dataset.from_records("argument", {"files": records}, names, data.channels)
         source = dataset.split("files")
         loader = HostLoader(source, self._mesh, CenterCrop(data.image_size, data.crop_fraction))
-        size = 2 ** (len(paths) - 1).bit_length()  # few sizes: each compiles its own program
+        size = 2 ** (len(stored) - 1).bit_length()  # few sizes: each compiles its own program
         batches = loader.eval_batches(batch_size=min(size, BATCH_SIZE))
         logits = [self._logits(self._weights, batch["image"]) for batch in batches]
-        return np.concatenate(jax.device_get(logits))[: len(paths)]
+        return np.concatenate(jax.device_get(logits))[: len(stored)]
