@@ -21,13 +21,6 @@ from structinit_jax.training import build, checkpoint, evaluation, train
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
-def final_state(config, workdir):
-    setup = set_up(config)
-    directory = workdir / "checkpoints"
-    step = checkpoint.find_step(directory)
-    return jax.device_get(checkpoint.restore(directory, step, setup.abstract_state))
-
-
 @pytest.fixture
 def longer_config(tiny_config):
     """Continues the finished run from step 12 to step 18, with fields that may change."""
@@ -90,12 +83,12 @@ def test_averaged_weights_are_resumed_evaluated_and_exported(tiny_config, tmp_pa
     assert [m["step"] for m in read_metrics(tmp_path / "run") if "eval/loss" in m] == [6]
     results = train.train(tiny_config, tmp_path / "run")
     assert stopped != results
-    resumed = final_state(tiny_config, tmp_path / "run")
-    assert resumed.step == 12
-    record = checkpoint.read_run(tmp_path / "run" / "checkpoints", 12)
-    assert "averaged weights" in record["evaluation"]
-    # Repeats the run by hand with the config's seed.
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert checkpoint.find_step(checkpoints) == 12
+    assert "averaged weights" in checkpoint.read_run(checkpoints, 12)["evaluation"]
     setup = set_up(tiny_config)
+    resumed = jax.device_get(checkpoint.restore(checkpoints, 12, setup.abstract_state))
+    # Repeats the run by hand with the config's seed.
     state = setup.initialize()
     source = build.open_split(tiny_config, build.open_data(tiny_config), "train_split")
     for batch in build.train_batches(tiny_config, source, setup.model.mesh, 0, 12):
