@@ -78,22 +78,16 @@ LINEN = """
 import jax
 from flax import linen
 
-class Block(linen.Module):
+class Nested(linen.Module):
+    names: tuple[str, ...]
+
     @linen.compact
     def __call__(self, x):
+        if self.names:
+            return Nested(self.names[1:], name=self.names[0])(x)
         return linen.MultiHeadDotProductAttention(num_heads=2)(x, x)
 
-class Transformer(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        return Block(name="encoderblock_0")(x)
-
-class Model(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        return Transformer(name="Transformer")(x)
-
-model = Model()
+model = Nested(("Transformer", "encoderblock_0"))
 images = jax.numpy.ones((1, 4, 8))
 params = model.init(jax.random.key(0), images)["params"]
 """
