@@ -1,5 +1,3 @@
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,10 +49,9 @@ def test_evaluation_draws_no_random_numbers(family):
     assert "random_bits" not in str(jax.make_jaxpr(model)(IMAGES))
 
 
-def gradient_program(family, **changes):
+def program(family, **changes):
     model = nnx.eval_shape(lambda: make.__wrapped__(family, **changes))
-    gradient = jax.grad(lambda images, model: model(images)[0].sum())
-    return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(gradient)(IMAGES, model)))
+    return str(jax.make_jaxpr(lambda model: model(IMAGES)[0])(model))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -81,15 +78,15 @@ def test_blocks_one_by_one_agree_with_the_scan(monkeypatch):
 
 def test_a_scan_in_one_step_recomputes_too():
     # XLA unrolls a scan of one step and could then merge recomputed values with the originals.
-    assert "prevent_cse=False" in gradient_program("vit", remat="full")
-    assert "prevent_cse=False" not in gradient_program("vit", depth=1, remat="full")
+    assert "prevent_cse=False" in program("vit", remat="full")
+    assert "prevent_cse=False" not in program("vit", depth=1, remat="full")
 
 
 def test_an_odd_stage_of_a_swin_is_scanned_by_pairs():
     # An unrolled stage would be recomputed as a whole, with the activations of all its blocks.
     one_stage = dict(num_heads=(2,), remat="full")
-    assert "prevent_cse=False" in gradient_program("swin", depths=(5,), **one_stage)
-    assert "prevent_cse=False" not in gradient_program("swin", depths=(3,), **one_stage)
+    assert "prevent_cse=False" in program("swin", depths=(5,), **one_stage)
+    assert "prevent_cse=False" not in program("swin", depths=(3,), **one_stage)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
