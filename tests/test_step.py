@@ -103,12 +103,6 @@ def test_fixed_weights_and_counters_are_their_own_average():
     assert average(jnp.int32(1), jnp.int32(2)) == 2
 
 
-def test_seeds_share_a_program(config, setup):
-    config.seed = 1
-    programs = [s.train_step.lower(*s.arguments).as_text() for s in (setup, set_up(config))]
-    assert programs[0] == programs[1]
-
-
 def test_no_step_repeats_the_keys_of_the_weights():
     params_rng, attention_rng, _ = split_seed(3)
     stream = nnx.Rngs(params=params_rng)
