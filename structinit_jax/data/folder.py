@@ -77,26 +77,21 @@ def open_folder(root: Folder, channels: int = 3) -> Dataset:
     folder = Path(root or "")
     if not root or not folder.is_dir():
         raise problem(f"there is no such folder (working directory: {Path.cwd()})")
-    left_out = Counter()
-    suffixes = SUFFIXES if channels in (1, 3) else OTHER_SUFFIXES
     folders = split_folders(folder)
+    search = _Search(SUFFIXES if channels in (1, 3) else OTHER_SUFFIXES)
     deep = folder not in folders.values()
     try:
         if deep:
-            others, _ = _list(folder, suffixes, Counter())
-            left_out.update(f"folder {o.name}/" for o in others if o.name not in folders)
-        found = {
-            split: _find_classes(path, suffixes, left_out, deep) for split, path in folders.items()
-        }
+            others, _ = _Search(search.suffixes).entries(folder)
+            search.left_out.update(f"folder {o.name}/" for o in others if o.name not in folders)
+        found = {split: search.classes(path, deep) for split, path in folders.items()}
     except OSError as error:  # no permission, a broken link, or a cycle of links
         raise problem(f"{error.filename} cannot be read ({error.strerror})") from error
     first = next(iter(found))
     if not found[first] or not any(any(classes.values()) for classes in found.values()):
         places = ", ".join(f"{split}/" for split in folders) if deep else "it"
-        kinds = ", ".join(suffixes)
-        raise problem(
-            f"for channels={channels}, there are no class folders with images ({kinds}) in {places}"
-        )
+        what = f"class folders with images ({', '.join(search.suffixes)})"
+        raise problem(f"for channels={channels}, there are no {what} in {places}")
 
     def open_split(split):
         # Checked here, so that an unused split can have other classes.
@@ -105,47 +100,54 @@ def open_folder(root: Folder, channels: int = 3) -> Dataset:
         empty = [name for name, paths in found[split].items() if not paths]
         if empty and split == "train":
             path = (folders[split] / empty[0]).relative_to(folder)
-            raise problem(f"the class {path} has no images ({', '.join(suffixes)})")
+            raise problem(f"the class {path} has no images ({', '.join(search.suffixes)})")
         labels = {name: label for label, name in enumerate(found[first])}
         files = [(path, labels[name]) for name, paths in found[split].items() for path in paths]
         return FileRecords(files, folders[split])
 
     sizes = {split: sum(map(len, classes.values())) for split, classes in found.items()}
     info = DatasetInfo(len(found[first]), channels, sizes)
-    return Dataset(display_name("folder", root), info, list(found[first]), open_split, left_out)
+    name = display_name("folder", root)
+    return Dataset(name, info, list(found[first]), open_split, search.left_out)
 
 
-def _find_classes(folder, suffixes, left_out, deep):
-    """Returns the image paths of each class; if `deep`, also those in its subfolders."""
-    entries, images = _list(folder, suffixes, left_out)
-    left_out["images outside of class folders"] += len(images)
-    return {entry.name: _find_images(entry.path, suffixes, left_out, deep) for entry in entries}
+class _Search:
+    """Finds images by their suffix, and counts the files that it leaves out by kind."""
 
+    def __init__(self, suffixes: tuple[str, ...]):
+        self.suffixes = suffixes
+        self.left_out: Counter[str] = Counter()
 
-def _find_images(folder, suffixes, left_out, deep):
-    entries, images = _list(folder, suffixes, left_out)
-    if deep:
-        for entry in entries:
-            images += _find_images(entry.path, suffixes, left_out, deep)
-    return images
+    def classes(self, folder: Path, deep: bool) -> dict[str, list[str]]:
+        """Returns the images of each class; for `deep`, see `images`."""
+        classes, images = self.entries(folder)
+        self.left_out["images outside of class folders"] += len(images)
+        return {entry.name: self.images(entry.path, deep) for entry in classes}
 
+    def images(self, folder: str, deep: bool) -> list[str]:
+        """Returns the image paths of a folder; if `deep`, also those in its subfolders."""
+        folders, images = self.entries(folder)
+        if deep:
+            for entry in folders:
+                images += self.images(entry.path, deep)
+        return images
 
-def _list(folder, suffixes, left_out):
-    """Returns the sorted subfolders and images of a folder, and counts other files.
+    def entries(self, folder: str | Path) -> tuple[list[os.DirEntry], list[str]]:
+        """Returns the sorted subfolders and images of a folder.
 
-    Hidden entries such as .ipynb_checkpoints and @eaDir are left out.
-    """
-    folders = []
-    images = []
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if entry.name[0] in ".@":
-            left_out["hidden"] += 1
-        elif entry.is_dir():
-            folders.append(entry)
-        elif entry.name.lower().endswith(suffixes):
-            images.append(entry.path)
-        elif not os.path.exists(entry.path):
-            raise FileNotFoundError(errno.ENOENT, "broken link", entry.path)
-        else:
-            left_out[os.path.splitext(entry.name)[1].lower() or "without a suffix"] += 1
-    return folders, images
+        Hidden entries such as .ipynb_checkpoints and @eaDir are left out.
+        """
+        folders = []
+        images = []
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+            if entry.name[0] in ".@":
+                self.left_out["hidden"] += 1
+            elif entry.is_dir():
+                folders.append(entry)
+            elif entry.name.lower().endswith(self.suffixes):
+                images.append(entry.path)
+            elif not os.path.exists(entry.path):
+                raise FileNotFoundError(errno.ENOENT, "broken link", entry.path)
+            else:
+                self.left_out[os.path.splitext(entry.name)[1].lower() or "without a suffix"] += 1
+        return folders, images
