@@ -93,14 +93,11 @@ def make_augment(
     def change_pixels(rng, index, images):
         if config.crop == "pad":
             images = jax.vmap(transforms.random_pad_crop)(_image_rngs(rng, CROP, index), images)
-        if config.flip:
-            flip = functools.partial(transforms.random_flip, probability=config.flip)
-            images = jax.vmap(flip)(_image_rngs(rng, FLIP, index), images)
-        if config.vertical_flip:
-            flip = functools.partial(
-                transforms.random_flip, probability=config.vertical_flip, axis=0
-            )
-            images = jax.vmap(flip)(_image_rngs(rng, VERTICAL_FLIP, index), images)
+        flips = ((FLIP, config.flip, 1), (VERTICAL_FLIP, config.vertical_flip, 0))
+        for stream, probability, axis in flips:
+            if probability:
+                flip = functools.partial(transforms.random_flip, probability=probability, axis=axis)
+                images = jax.vmap(flip)(_image_rngs(rng, stream, index), images)
         if config.rand_augment:
             policy = rand_augment.parse(config.rand_augment)
             draw = functools.partial(rand_augment.draw_operations, policy=policy)

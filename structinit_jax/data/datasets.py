@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from etils import epy
 
 from structinit_jax.data.folder import open_folder
+from structinit_jax.data.images import can_convert
 from structinit_jax.data.small import open_digits, open_fashion_mnist
 from structinit_jax.data.source import Dataset, DatasetInfo, Folder
 from structinit_jax.errors import InputError, find, is_reference, require, suggest
@@ -64,7 +65,7 @@ def open_dataset(name: str, data_dir: Folder = None, channels: int | None = None
         return dataset
     found = dataset.info.channels
     needs = f"{found}, as in the data set"
-    require("channels", channels, needs, channels == found or {channels, found} == {1, 3})
+    require("channels", channels, needs, can_convert(found, channels))
     return dataclasses.replace(dataset, info=dataclasses.replace(dataset.info, channels=channels))
 
 

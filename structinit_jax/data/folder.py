@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from pathlib import Path
 
+from structinit_jax.data.images import PIL_MODES
 from structinit_jax.data.source import Dataset, DatasetInfo, Folder
 from structinit_jax.errors import InputError
 
@@ -78,7 +79,7 @@ def open_folder(root: Folder, channels: int = 3) -> Dataset:
     if not root or not folder.is_dir():
         raise problem(f"there is no such folder (working directory: {Path.cwd()})")
     folders = split_folders(folder)
-    search = _Search(SUFFIXES if channels in (1, 3) else OTHER_SUFFIXES)
+    search = _Search(SUFFIXES if channels in PIL_MODES else OTHER_SUFFIXES)
     deep = folder not in folders.values()
     try:
         if deep:

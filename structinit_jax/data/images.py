@@ -127,9 +127,7 @@ class StoredImage:
         except ValueError:
             # simplejpeg stops at the first warning. Pillow continues, but rejects truncated files.
             return self._pixels, 1.0, UPRIGHT
-        if pixels.shape[-1] != self._channels:
-            pixels = _convert(pixels, self._channels)
-        return pixels, eighths / 8, orientation
+        return _convert(pixels, self._channels), eighths / 8, orientation
 
     def num_bytes(self) -> int:
         """Returns the stored size in bytes, without opening a file."""
@@ -186,15 +184,19 @@ class StoredImage:
             raise BadImageError(f"{self.name}: cannot be decoded ({reason})") from error
 
 
+def can_convert(found: int, channels: int) -> bool:
+    """Whether images can be converted from one number of channels to another."""
+    return found == channels or {found, channels} <= PIL_MODES.keys()
+
+
 def _convert(pixels, channels):
     """Converts pixels [h, w] or [h, w, C] to a number of channels."""
-    given = f"{pixels.dtype} {list(pixels.shape)}"
-    pixels = pixels[..., None] if pixels.ndim == 2 else pixels
-    found = pixels.shape[-1] if pixels.ndim == 3 else 0
-    is_converted = {found, channels} == {1, 3}
-    if pixels.dtype != np.uint8 or not pixels.size or not (found == channels or is_converted):
+    image = pixels[..., None] if pixels.ndim == 2 else pixels
+    fits = image.ndim == 3 and can_convert(image.shape[-1], channels)
+    if pixels.dtype != np.uint8 or not pixels.size or not fits:
+        given = f"{pixels.dtype} {list(pixels.shape)}"
         raise ValueError(f"pixels must be uint8 [h, w, {channels}], not {given}")
-    return _from_pillow(_to_pillow(pixels), channels) if is_converted else pixels
+    return image if image.shape[-1] == channels else _from_pillow(_to_pillow(image), channels)
 
 
 def _decode_with_pillow(data, channels):

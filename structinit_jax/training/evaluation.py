@@ -221,11 +221,12 @@ class Classifier:
         """Returns the logits of images, each a file or pixels, uint8 [h, w, C].
 
         Raises:
-          InputError: A file is missing or cannot be decoded, or `images` is a single path or empty.
+          InputError: An image is missing or cannot be decoded, or `images` is a single image or
+            empty.
         """
-        single = isinstance(images, str | os.PathLike | np.ndarray)
-        stored = [] if single else list(images)
-        fits = stored and all(isinstance(x, str | os.PathLike | np.ndarray) for x in stored)
+        kinds = str | os.PathLike | np.ndarray
+        stored = [] if isinstance(images, kinds) else list(images)
+        fits = stored and all(isinstance(image, kinds) for image in stored)
         require("images", images, "a list of one or more paths or arrays, such as [path]", fits)
         records = [{"image": image, "label": 0} for image in stored]
         data = self.config.data
