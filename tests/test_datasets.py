@@ -7,7 +7,7 @@ import tensorflow_datasets as tfds
 from tfds_sets import write_small_set
 
 from structinit_jax.data.datasets import CATALOG, open_dataset
-from structinit_jax.data.source import DatasetInfo
+from structinit_jax.data.source import DatasetInfo, digest
 from structinit_jax.errors import InputError
 
 
@@ -82,6 +82,15 @@ def test_damaged_sets_and_those_prepared_as_tfrecord_are_named(tmp_path):
             with pytest.raises(InputError, match=rf"open data set 'imagenet_sketch'.*{tmp_path}"):
                 open_dataset("imagenet_sketch", tmp_path)
         path.write_text(text)
+
+
+def test_the_digest_covers_the_images(tmp_path):
+    def of_set(folder, blue):
+        write_small_set(tmp_path / folder, blue=blue)
+        dataset = open_dataset("imagenet_sketch", tmp_path / folder)
+        return digest(dataset.split("test"), dataset.class_names)
+
+    assert of_set("here", 9) == of_set("there", 9) != of_set("changed", 10)
 
 
 @pytest.mark.parametrize("name", ["imagenet_sketch", "not_of_tfds"])

@@ -201,6 +201,7 @@ def test_bfloat16_is_computed_in_bfloat16_and_stays_close_to_float32(family):
         ("swin", TokenMixingWeights(), "^attention_init returned TokenMixing"),
         ("mixer", AttentionWeights(), "^attention_init returned AttentionWeights"),
         ("convmixer", (np.ones((2, 3, 3, 16)),), "^attention_init returned tuple for ConvSite"),
+        ("vit", AttentionWeights(bias=np.ones((2, 49, 2))), r"^weights\.bias"),
         # These would be broadcast.
         ("vit", AttentionWeights(patch_bias=np.ones(1)), r"^weights\.patch_bias=.*\(1,\)"),
         ("swin", AttentionWeights(bias=np.ones((49, 1))), r"^weights\.bias=.*\(49, 1\)"),

@@ -23,6 +23,8 @@ def test_weights_that_a_site_cannot_use_are_refused():
             check_weights(si.AttentionWeights(**{field: np.zeros(())}), fixed)
     window = si.WindowSite((2, 3), 8, 2, 4, 1, 0.5)
     check_weights(si.AttentionWeights(bias=np.zeros((1, 15, 2))), window)
+    with pytest.raises(InputError, match="returned tuple for WindowSite"):
+        check_weights((1.0,), window)
 
 
 @pytest.mark.parametrize("scheme", [si.impulse, "impulse"])

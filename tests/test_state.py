@@ -98,6 +98,7 @@ def test_a_file_that_does_not_fit_is_refused(tiny_config, teacher, tmp_path):
     tiny_config.model.depth = 4
     (tmp_path / "text").write_text("not weights")
     for path, message in (
+        (f"{tmp_path}/nothing", r"config\.start_from=.*nothing' must be an existing"),
         (f"{tmp_path}/text", r"config\.start_from=.*text' cannot be read.* a safetensors file"),
         (teacher[1], r"does not fit the model: .*blocks\.3\."),
     ):

@@ -103,6 +103,15 @@ def test_fixed_weights_and_counters_are_their_own_average():
     assert average(jnp.int32(1), jnp.int32(2)) == 2
 
 
+def test_seeds_share_a_program(config):
+    config.model.drop_path = 0.1  # a step without random numbers does not use the seed
+    programs = []
+    for config.seed in (0, 1):
+        setup = set_up(config)
+        programs.append(setup.train_step.lower(*setup.arguments).as_text())
+    assert programs[0] == programs[1]
+
+
 def test_no_step_repeats_the_keys_of_the_weights():
     params_rng, attention_rng, _ = split_seed(3)
     stream = nnx.Rngs(params=params_rng)

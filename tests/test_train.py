@@ -88,6 +88,7 @@ def test_averaged_weights_are_resumed_evaluated_and_exported(tiny_config, tmp_pa
     assert "averaged weights" in checkpoint.read_run(checkpoints, 12)["evaluation"]
     setup = set_up(tiny_config)
     resumed = jax.device_get(checkpoint.restore(checkpoints, 12, setup.abstract_state))
+    assert resumed.step == 12
     # Repeats the run by hand with the config's seed.
     state = setup.initialize()
     source = build.open_split(tiny_config, build.open_data(tiny_config), "train_split")

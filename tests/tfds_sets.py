@@ -7,7 +7,7 @@ from structinit_jax.data.source import Dataset
 
 
 @tfds.core.registered.skip_registration()
-def write_small_set(data_dir, num_classes=1000, channels=3):
+def write_small_set(data_dir, num_classes=1000, blue=9, channels=3):
     """Writes two images in the place and with the features of TFDS's imagenet_sketch.
 
     The red value of an image is its label; TFDS stores them in an order of its own.
@@ -32,7 +32,7 @@ def write_small_set(data_dir, num_classes=1000, channels=3):
 
         def _generate_examples(self):
             for label in (4, 7):
-                image = Image.new("RGB", (3, 2), (label, 0, 9))
+                image = Image.new("RGB", (3, 2), (label, 0, blue))
                 image = image.convert({1: "L", 3: "RGB"}[channels])
                 yield label, {"image": image, "label": label, "file_name": f"{label}.JPEG"}
 
