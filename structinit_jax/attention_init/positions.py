@@ -44,6 +44,14 @@ def sincos_positions(
     return np.concatenate(channels, axis=1).astype(np.float32)
 
 
+def is_sincos(positions: Float[Array | np.ndarray, "N D"], grid: tuple[int, int]) -> bool:
+    """Whether a position encoding has the values of timm's sin-cos encoding."""
+    width = positions.shape[1]
+    if width % 4 or width < 8:
+        return False
+    return np.allclose(positions, sincos_positions(grid, width), atol=1e-4)
+
+
 def position_fields(site: AttentionSite, *, replace: bool, scale: float) -> dict[str, Any]:
     """Returns the fields of `AttentionWeights` that set or scale a site's trainable positions.
 
