@@ -3,7 +3,7 @@ import inspect
 import numpy as np
 import pytest
 
-from structinit_jax.attention_init.positions import sincos_positions
+from structinit_jax.attention_init.positions import is_sincos, sincos_positions
 from structinit_jax.errors import InputError
 
 
@@ -21,3 +21,12 @@ def test_sincos_channels_of_the_big_vision_convention_are_sin_x_cos_x_sin_y_cos_
 def test_widths_that_sincos_cannot_encode_are_refused(width):
     with pytest.raises(InputError, match=rf"width={width} .*learned"):
         inspect.unwrap(sincos_positions)((4, 4), width)  # without the tests' type checker
+
+
+@pytest.mark.parametrize("convention", ["timm", "big_vision"])
+def test_a_sincos_encoding_is_recognized(convention):
+    encoding = sincos_positions((3, 5), 16, convention)
+    assert is_sincos(encoding, (3, 5))
+    assert not is_sincos(encoding, (5, 3))
+    assert not is_sincos(2 * encoding, (3, 5))
+    assert not is_sincos(encoding[:, :6], (3, 5))

@@ -9,6 +9,8 @@ from jaxtyping import Array, Float
 from structinit_jax.attention_init.sites import GRID, AttentionSite, is_concrete
 from structinit_jax.errors import is_count, require
 
+CONVENTIONS = ("timm", "big_vision")  # of sin-cos encodings
+
 
 def sincos_positions(
     grid: tuple[int, int], width: int, convention: str = "timm"
@@ -29,8 +31,7 @@ def sincos_positions(
     )
     require("width", width, needs, is_count(width, 8) and width % 4 == 0)
     GRID.require("grid", grid)
-    conventions = ("timm", "big_vision")
-    require("convention", convention, f"one of {conventions}", convention in conventions)
+    require("convention", convention, f"one of {CONVENTIONS}", convention in CONVENTIONS)
     quarter = width // 4
     steps = quarter if convention == "timm" else quarter - 1
     frequencies = 10_000.0 ** -(np.arange(quarter) / steps)
@@ -45,11 +46,12 @@ def sincos_positions(
 
 
 def is_sincos(positions: Float[Array | np.ndarray, "N D"], grid: tuple[int, int]) -> bool:
-    """Whether a position encoding has the values of timm's sin-cos encoding."""
+    """Whether positions are a sin-cos encoding, of either convention."""
     width = positions.shape[1]
     if width % 4 or width < 8:
         return False
-    return np.allclose(positions, sincos_positions(grid, width), atol=1e-4)
+    encodings = (sincos_positions(grid, width, convention) for convention in CONVENTIONS)
+    return any(np.allclose(positions, encoding, atol=1e-4) for encoding in encodings)
 
 
 def position_fields(site: AttentionSite, *, replace: bool, scale: float) -> dict[str, Any]:
