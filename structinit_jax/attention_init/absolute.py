@@ -66,11 +66,13 @@ def impulse(
     sizes = site.sizes
     # Static arguments of jit are hashed, and JAX scalars are not hashable.
     options = dict(head_dim=sizes.head_dim, qk_scale=sizes.qk_scale, target_mass=float(target_mass))
-    if is_learned or not is_sincos(positions, site.grid):
-        options |= SHARP_SOLVE
     start = solve.start_factors(z, targets, sizes.head_dim)
     norm = solve.start_norm(sizes.head_dim, sizes.qk_scale, sizes.width)
-    rows, targets = solve.sample_rows(targets)
+    rows = None
+    if is_learned or not is_sincos(positions, site.grid):
+        options |= SHARP_SOLVE
+    else:
+        rows, targets = solve.sample_rows(targets)
     *factors, report = solve.solve(start, z, targets, norm, rows=rows, **options)
     num_impulse = -(-site.num_layers // 2) if half else site.num_layers
     weights = _draw_weights(rng, factors, basis, sizes=sizes, num_impulse=num_impulse)

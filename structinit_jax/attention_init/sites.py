@@ -188,8 +188,8 @@ class ConvSite(_Site):
 class SolveReport(NamedTuple):
     """How close the attention maps are to their targets, as scalars averaged over filters or heads.
 
-    `impulse` averages over all filters, even if there are more than heads. At an `AttentionSite`
-    with more than 1,024 tokens, it solves for a subset of the rows, and reports only on these.
+    `impulse` averages over all filters, even if there are more than heads. With sin-cos positions
+    and more than 1,024 tokens, it solves for a subset of the rows, and reports only on these.
 
     Attributes:
       loss: Mean squared difference between target and attention map.

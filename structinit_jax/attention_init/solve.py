@@ -30,7 +30,8 @@ MIN_MASS = 0.95
 RANK_TOLERANCE = 1e-4
 # Regularization of the pseudo-inverse in `start_factors`, relative to the strongest direction.
 START_REGULARIZATION = 1e-3
-# All rows of a map pose the same problem at different places, so this many are enough.
+# With sin-cos positions, all rows of a map pose the same problem at different places, so this many
+# are enough. With noise, the other rows would not peak on their target.
 MAX_ROWS = 1024
 # Adam needs about as many evaluations as L-BFGS with a line search, and compiles faster.
 STEPS = 150

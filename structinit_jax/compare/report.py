@@ -57,7 +57,7 @@ class SeedRun:
             line["step"]: line["eval/accuracy"] for line in lines if "eval/accuracy" in line
         }
         error = self.folder / ERROR
-        self.error = error.read_text().strip() if error.exists() else ""
+        self.error = error.read_text("utf-8").strip() if error.exists() else ""
         self.status = "unfinished"
         if self.error:
             self.status = "failed"
