@@ -33,10 +33,10 @@ from structinit_jax.attention_init.targets import FilterArray, assign, filter_ma
 
 # Learned positions that are kept are multiplied by this, as in the 2025 paper's program.
 POSITION_SCALE = 18.0
-# For encodings other than sin-cos, such as noise, as which learned positions start. The defaults of
-# the solve, which suffice for sin-cos encodings in half as many steps, would lead away from the
-# closed form: on 8×8 tokens of noise, only 43 or 66 % of the rows would peak on their target, with
-# target masses of 0.1 and 0.3. Small steps towards sharp maps, softened afterwards, reach 100 %.
+# For encodings other than sin-cos, such as the noise that learned positions start from. The solve's
+# defaults, which suffice for sin-cos encodings in half as many steps, would lead away from the
+# closed form: on 8×8 tokens of noise, with target masses of 0.1 and 0.3, only 43 and 68 % of the
+# rows would peak on their target. Small steps towards sharp maps, softened afterwards, reach 100 %.
 SHARP_SOLVE = dict(learning_rate=0.005, sharp_mass=0.9, steps=300)
 
 
