@@ -118,7 +118,7 @@ def test_fixed_positions_of_any_kind_are_solved_for(grid, kind):
     else:
         positions = rng.normal(size=(grid[0], 96))[y] + rng.normal(size=(grid[1], 96))[x]
     site = make_site(grid=grid, width=96, positions=positions.astype(np.float32))
-    assert si.impulse_mimetic()(RNG, site).report.hit_rate > 0.99
+    assert si.impulse()(RNG, site).report.hit_rate > 0.99
 
 
 @pytest.mark.parametrize(
