@@ -29,7 +29,7 @@ def sincos_positions(
         "a multiple of 4, at least 8, for sin-cos positions: change it, or use learned positions "
         "and a scheme that keeps them, such as 'default' or mimetic(replace_positions=False)"
     )
-    require("width", width, needs, is_count(width, 8) and width % 4 == 0)
+    require("width", width, needs, _has_sincos(width))
     GRID.require("grid", grid)
     require("convention", convention, f"one of {CONVENTIONS}", convention in CONVENTIONS)
     quarter = width // 4
@@ -45,10 +45,15 @@ def sincos_positions(
     return np.concatenate(channels, axis=1).astype(np.float32)
 
 
+def _has_sincos(width):
+    """Whether there is a sin-cos encoding of this width."""
+    return is_count(width, 8) and width % 4 == 0
+
+
 def is_sincos(positions: Float[Array | np.ndarray, "N D"], grid: tuple[int, int]) -> bool:
     """Whether positions are a sin-cos encoding, of either convention."""
     width = positions.shape[1]
-    if width % 4 or width < 8:
+    if not _has_sincos(width):
         return False
     encodings = (sincos_positions(grid, width, convention) for convention in CONVENTIONS)
     return any(np.allclose(positions, encoding, atol=1e-4) for encoding in encodings)
