@@ -121,6 +121,14 @@ def test_exif_is_found_after_other_segments_and_in_large_images(photo, monkeypat
     assert StoredImage(content, 3, "large").size == photo.size
 
 
+def test_exif_that_continues_in_a_second_segment(photo):
+    more = b"\xff\xe1\0\x0cExif\0\0more"
+    content = encoded(photo, "JPEG", exif=turned(6), extra=more)
+    right = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
+    assert right.size == photo.size[::-1]
+    assert distance(StoredImage(content, 3, "photo").decode(), right) == 0
+
+
 @pytest.mark.parametrize("mode", ["RGB", "CMYK"])  # of which Pillow decodes the second
 def test_an_orientation_that_only_xmp_has_is_not_applied(photo, mode):
     xmp = b'<rdf:Description tiff:Orientation="6"/>'

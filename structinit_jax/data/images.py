@@ -236,6 +236,7 @@ def _read_exif(jpeg):
         end = at + 1 if jpeg[at + 1] == 255 else at + 2 + int.from_bytes(jpeg[at + 2 : at + 4])
         if jpeg[at + 4 : at + 10] == b"Exif\0\0":
             tags.load(jpeg[at + 4 : end])
+            break  # a second segment continues the first
         at = end
     return tags
 
