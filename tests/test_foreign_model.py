@@ -25,14 +25,36 @@ def test_vit_pytorch():
         site_of(params, **given)
 
 
-@pytest.mark.parametrize("out", ["out", "attention_output"])
-def test_keras_hub_and_flax(out):
+OWN_NAMES = ("query", "key", "value", "fc.0")
+
+
+@pytest.mark.parametrize("out", ["out", "attention_output", "fc.0"])
+def test_flax_kernels(out):
     shapes = {"query": (WIDTH, HEADS, 8), "key": (WIDTH, HEADS, 8), "value": (WIDTH, HEADS, 8)}
     shapes[out] = (HEADS, 8, WIDTH)
     params = {f"block_{i}/mha/{n}/kernel": np.ones(s) for i in (1, 2) for n, s in shapes.items()}
     params["embedding/position_embedding/embeddings"] = np.ones((16, WIDTH))
-    site = site_of(params)
+    site = site_of(params, projections=OWN_NAMES if out == "fc.0" else None)
     assert (site.num_layers, site.num_heads, site.grid) == (2, HEADS, (4, 4))
+
+
+def test_projections_can_have_names_of_their_own():
+    def renamed(params):
+        return {
+            k.replace("attn.qkv", "msa.w").replace("attn.proj", "msa.fc.0"): params[k]
+            for k in params
+        }
+
+    given = dict(num_heads=HEADS, rng=RNG, attention_init=normal_scheme)
+    own = interop.initialize(
+        renamed(state_dict("timm")), projections=("w", "w", "w", "fc.0"), **given
+    )
+    for name, array in renamed(interop.initialize(state_dict("timm"), **given)).items():
+        np.testing.assert_array_equal(own[name], array)
+    with pytest.raises(
+        InputError, match=r"^params hold no .* projections=\('query', .*fc\.0'\), only"
+    ):
+        interop.initialize(state_dict("timm"), projections=OWN_NAMES, **given)
 
 
 class Module:
@@ -70,6 +92,7 @@ REFUSED = {  # parameters, by a part of the message
     ),
     r"params is a Module, .* state_dict\(\)": Module,
     "q_norm.weight may change the attention": lambda: changed(blocks__0__attn__q_norm__weight=ONES),
+    "norm1.alpha may change the attention": lambda: changed(blocks__0__norm1__alpha=ONES[:1]),
     "rel_pos.* may change the attention": lambda: changed(rel_pos__mlp__fc1__weight=ONES),
     r"norm1\.weight is not 1": lambda: changed(blocks__1__norm1__weight=2 * ONES),
     r"params: norm1\.weight is not 1": lambda: {  # a single block
@@ -105,6 +128,7 @@ def test_unusable_parameters_are_refused(message):
     [
         ("^num_heads=5 .* 192 channels", dict(num_heads=5)),
         ("^num_heads=None", dict(num_heads=None)),
+        ("^projections=", dict(projections=("qkv", "proj"))),
         ("^grid=", dict(grid=(5, 5))),
         ("^grid=", dict(grid=(15, 14))),
         (r"^grid=\(14, 0\) must be", dict(grid=(14, 0))),

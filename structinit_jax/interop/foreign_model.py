@@ -15,6 +15,8 @@ from structinit_jax.attention_init.sites import Grid, check_shape, is_concrete
 from structinit_jax.errors import InputError, is_count, require
 from structinit_jax.interop.layouts import (
     FIELDS,
+    LAYOUTS,
+    Layout,
     Leaves,
     Stack,
     check_array,
@@ -40,6 +42,7 @@ _UNSUPPORTED = {  # by a part of a name
     "attn_grid.": "belongs to the grid attention of MaxViT",
     "detection_tokens": "belongs to tokens that follow the image tokens",
 }
+_NORM_START = {"weight": 1, "scale": 1, "gamma": 1, "bias": 0, "beta": 0}  # of a LayerNorm
 _NORMS = re.compile(r"(?i:[^.]*(?:norm|ln)[^.]*)|0\.norm|1\.net\.0")  # the last two: vit-pytorch
 
 
@@ -171,15 +174,15 @@ class ForeignModel:
             known |= {f"{attention}.{letter}_bias" for letter in "qkv"}
         inside = tuple(f"{a}." if a else "" for a in self.stack.attentions)
         for name, array in self._floats().items():
-            if self._is_norm(name):
-                leaf = name.rpartition(".")[2]
-                start = {"weight": 1, "scale": 1, "gamma": 1, "bias": 0, "beta": 0}.get(leaf)
-                if start is not None and is_concrete(array) and np.any(np.asarray(array) != start):
+            is_norm = self._is_norm(name)
+            start = _NORM_START.get(name.rpartition(".")[2]) if is_norm else None
+            if start is not None:
+                if is_concrete(array) and np.any(np.asarray(array) != start):
                     raise InputError(
                         f"params: {name} is not {start}: schemes need a freshly built model, whose "
                         "norms before attention and MLP start with scale 1 and bias 0"
                     )
-            elif name.startswith(inside) or self._matches(_RELATIVE, name):
+            elif is_norm or name.startswith(inside) or self._matches(_RELATIVE, name):
                 is_table = self.bias_tables and name.endswith(_BIAS_TABLE)
                 if name not in known and not is_table:
                     why = "may change the attention maps that schemes set"
@@ -303,15 +306,17 @@ class ForeignModel:
         return name.startswith(stem) and re.fullmatch(pattern, name[len(stem) :]) is not None
 
 
-def find_models(leaves: Leaves, num_heads: int | None) -> list[ForeignModel]:
+def find_models(
+    leaves: Leaves, num_heads: int | None, layouts: Sequence[Layout] = LAYOUTS
+) -> list[ForeignModel]:
     """Returns a model with each of its stacks: one for a ViT or BEiT, one per stage for a Swin."""
     for name, (part, why) in itertools.product(leaves, _UNSUPPORTED.items()):
         if part in name:
             raise unsupported(name, why)
     tables = [name for name in leaves if name.endswith(_BIAS_TABLE)]
     if not tables:
-        return [ForeignModel(leaves, find_stack(leaves), num_heads)]
-    stacks = find_stacks(leaves)
+        return [ForeignModel(leaves, find_stack(leaves, layouts), num_heads)]
+    stacks = find_stacks(leaves, layouts)
     # Stacks without tables belong to a text model.
     visual = [stack for stack in stacks if any(name.startswith(stack.blocks) for name in tables)]
     models = []

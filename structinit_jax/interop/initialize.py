@@ -3,6 +3,7 @@
 from __future__ import annotations  # so that signatures show the names of checked types
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,6 +22,8 @@ from structinit_jax.attention_init.sites import GRID, AttentionStack, Grid, chec
 from structinit_jax.errors import InputError, require, warn
 from structinit_jax.interop.foreign_model import ForeignModel, find_models, square_grid
 from structinit_jax.interop.layouts import (
+    LAYOUTS,
+    Layout,
     Leaves,
     as_array,
     check_array,
@@ -46,6 +49,7 @@ def initialize(
     grid: Grid | None = None,
     positions: Any | None = None,
     rotations: Any | None = None,
+    projections: Sequence[str] | None = None,
 ) -> Any:
     """Writes the weights of a scheme into the parameters of a freshly built model.
 
@@ -79,6 +83,10 @@ def initialize(
         heads, or the pair (cosines, sines), each [..., N, d], from Hugging Face's
         `model.rope_embeddings(pixel_values)`. `impulse` then makes all tokens start from the same
         vector, in the rows of the position table or, without one, the bias of the patch embedding.
+      projections: Names of the linear modules for query, key, value and output, below each
+        attention layer, such as `("to_q", "to_k", "to_v", "fc")`. A fused module, whose output is
+        query, key and value in this order, is repeated: `("qkv", "qkv", "qkv", "fc")`. If None,
+        the names that known projects use.
 
     Returns:
       Parameters with the same structure, array kinds (NumPy, JAX or torch), dtypes and shardings.
@@ -89,8 +97,14 @@ def initialize(
     """
     if grid is not None:
         GRID.require("grid", grid)
+    layouts = LAYOUTS
+    if projections is not None:
+        names = tuple(projections)
+        needs = "the names of four modules, of query, key, value and output"
+        require("projections", projections, needs, len(names) == 4)
+        layouts = (Layout(names), Layout(names, torch=False))
     leaves, rebuild = flatten(params)
-    models = find_models(leaves, num_heads)
+    models = find_models(leaves, num_heads, layouts)
     sites = [_find_site(model, grid, as_array(positions), rotations) for model in models]
     if grid is not None:
         grids = [site.grid for site in sites]

@@ -3,7 +3,7 @@
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -197,9 +197,9 @@ class Stack(NamedTuple):
         return tuple(attention[: attention.rfind(".") + 1] for attention in self.attentions)
 
 
-def find_stack(leaves: Leaves) -> Stack:
+def find_stack(leaves: Leaves, layouts: Sequence[Layout] = LAYOUTS) -> Stack:
     """Finds the attention layers of a model with a single grid of tokens."""
-    stacks = find_stacks(leaves)
+    stacks = find_stacks(leaves, layouts)
     # A single attention layer next to a stack of layers pools tokens.
     stacks = [stack for stack in stacks if stack.stacked or len(stack.attentions) > 1] or stacks
     if len(stacks) == 1:
@@ -221,18 +221,18 @@ def find_stack(leaves: Leaves) -> Stack:
     )
 
 
-def find_stacks(leaves: Leaves) -> list[Stack]:
+def find_stacks(leaves: Leaves, layouts: Sequence[Layout] = LAYOUTS) -> list[Stack]:
     """Finds attention stacks in all layouts, because a model's towers can use different ones."""
-    stacks = [stack for layout in LAYOUTS for stack in _stacks(leaves, layout)]
+    stacks = [stack for layout in layouts for stack in _stacks(leaves, layout)]
     if stacks:
         return stacks
     similar = [n for n in leaves if re.search(r"att|qkv|query|q_proj|in_proj", n, re.IGNORECASE)]
     names = ", ".join((similar or list(leaves))[:6]) or "nothing"
+    known = "known names" if layouts is LAYOUTS else f"projections={layouts[0].modules}"
     raise InputError(
-        f"params hold no attention layers with the names of a known project, only {names}: if all "
-        "layers have linear projections of the same shape, from and to all channels, pass them as "
-        "timm's blocks.0.attn.qkv.weight and blocks.0.attn.proj.weight, with Flax kernels "
-        "transposed to torch's [out, in]; other attention is not supported"
+        f"params hold no attention layers with {known}, only {names}: if all layers have linear "
+        "projections of the same shape, from and to all channels, pass the names of these modules "
+        "as projections=(query, key, value, out); other attention is not supported"
     )
 
 
