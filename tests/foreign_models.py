@@ -81,7 +81,7 @@ def read(params, num_heads=None):
         names = stack.layout.weights(attention)
         for i, (field, name) in enumerate(zip(FIELDS, names, strict=True)):
             kernel = np.asarray(leaves[name])
-            if stack.layout.torch:
+            if stack.layout.kind == "torch":
                 kernel = np.split(kernel, names.count(name))[names[:i].count(name)].T
                 ends = (*heads, model.width) if field == "out" else (model.width, *heads)
                 kernel = kernel.reshape(ends)

@@ -38,23 +38,35 @@ def test_flax_kernels(out):
     assert (site.num_layers, site.num_heads, site.grid) == (2, HEADS, (4, 4))
 
 
-def test_projections_can_have_names_of_their_own():
-    def renamed(params):
-        return {
-            k.replace("attn.qkv", "msa.w").replace("attn.proj", "msa.fc.0"): params[k]
-            for k in params
-        }
+def own_names(name, leaf):
+    return name.replace("attn.qkv", "msa.w").replace("attn.proj", "msa.fc.0"), leaf
+
+
+def linear_layers_of_flax(name, leaf):
+    if not name.endswith(".weight"):
+        return name, leaf
+    return name.removesuffix("weight") + ("kernel" if leaf.ndim > 1 else "scale"), leaf.T
+
+
+@pytest.mark.parametrize(
+    ("convert", "projections"),
+    [
+        (own_names, ("w", "w", "w", "fc.0")),
+        (own_names, ("msa.w", "msa.w", "msa.w", "msa.fc.0")),
+        (linear_layers_of_flax, None),
+    ],
+)
+def test_other_names_and_kernels_get_the_same_weights(convert, projections):
+    def converted(params):
+        return dict(convert(name, leaf) for name, leaf in params.items())
 
     given = dict(num_heads=HEADS, rng=RNG, attention_init=normal_scheme)
-    own = interop.initialize(
-        renamed(state_dict("timm")), projections=("w", "w", "w", "fc.0"), **given
-    )
-    for name, array in renamed(interop.initialize(state_dict("timm"), **given)).items():
-        np.testing.assert_array_equal(own[name], array)
-    with pytest.raises(
-        InputError, match=r"^params hold no .* projections=\('query', .*fc\.0'\), only"
-    ):
-        interop.initialize(state_dict("timm"), projections=OWN_NAMES, **given)
+    params = converted(state_dict("timm"))
+    new = interop.initialize(params, projections=projections, **given)
+    for name, leaf in converted(interop.initialize(state_dict("timm"), **given)).items():
+        np.testing.assert_array_equal(new[name], leaf)
+    with pytest.raises(InputError, match=r"^params hold no .* projections=.*, only"):
+        interop.initialize(params, projections=OWN_NAMES, **given)
 
 
 class Module:
@@ -107,6 +119,9 @@ REFUSED = {  # parameters, by a part of the message
     r"attn\.proj\.bias has dtype int8": lambda: changed(blocks__1__attn__proj__bias=np.int8(ONES)),
     r"proj\.weight has shape \(0,\), as if .* partitioned": lambda: dict.fromkeys(
         state_dict("timm"), np.zeros(0, np.float32)
+    ),
+    r"proj\.weight has shape \(3, 64, 192\), as if": lambda: changed(
+        blocks__0__attn__proj__weight=np.ones((3, 64, 192), np.float32)
     ),
     "has type ShapeDtypeStruct": lambda: jax.eval_shape(lambda: state_dict("timm")),
     r"hold no attention layers .* blocks\.1\.attn\.proj": lambda: without("blocks.1.attn.qkv"),

@@ -15,8 +15,6 @@ from structinit_jax.attention_init.sites import Grid, check_shape, is_concrete
 from structinit_jax.errors import InputError, is_count, require
 from structinit_jax.interop.layouts import (
     FIELDS,
-    LAYOUTS,
-    Layout,
     Leaves,
     Stack,
     check_array,
@@ -72,11 +70,12 @@ class ForeignModel:
         for attention in stack.attentions:
             names = stack.layout.weights(attention)
             for field, name in zip(FIELDS, names, strict=True):
-                shape = self._kernel_shape(field)
-                if stack.layout.torch and field == "out":
-                    shape = (self.width, self.num_heads * self.head_dim)
-                elif stack.layout.torch:
-                    shape = (names.count(name) * self.num_heads * self.head_dim, self.width)
+                inner = names.count(name) * self.num_heads * self.head_dim
+                shape = (self.width, inner) if field == "out" else (inner, self.width)
+                if stack.layout.kind == "heads":
+                    shape = self._kernel_shape(field)
+                elif stack.layout.kind == "linear":
+                    shape = shape[::-1]
                 check_array(name, leaves[name])
                 if leaves[name].shape != shape:
                     why = f"has shape {leaves[name].shape} where identical layers have {shape}"
@@ -85,14 +84,16 @@ class ForeignModel:
     def _set_sizes(self, num_heads: int | None) -> None:
         layout = self.stack.layout
         attentions = self.stack.attentions
+        has_heads = layout.kind == "heads"
         query, _, _, out = layout.weights(attentions[0])
-        name = out if layout.torch else query
+        name = query if has_heads else out
         shape = self.leaves[name].shape
-        if len(shape) < 2 or 0 in shape:
-            raise unsupported(name, f"has shape {shape}, as if parameters were partitioned")
+        if 0 in shape or (len(shape) != 2 and not has_heads):
+            why = f"has shape {shape}, as if parameters were reshaped or partitioned"
+            raise unsupported(name, why)
         self.num_layers = shape[0] if self.stack.stacked else len(attentions)
         shown = None  # number of heads that the parameters show
-        if not layout.torch:
+        if has_heads:
             self.width, shown, self.head_dim = shape[-3:]
         if self.bias_tables:
             name = self.bias_tables[0]
@@ -101,8 +102,8 @@ class ForeignModel:
             needs = f"left out, because {name} has {shown} heads"
             require("num_heads", num_heads, needs, num_heads in (None, shown))
         self.num_heads = num_heads if shown is None else shown
-        if layout.torch:
-            self.width, inner = shape[:2]
+        if not has_heads:
+            self.width, inner = shape[:2] if layout.kind == "torch" else shape[1::-1]
             needs = (
                 f"the number of heads, a divisor of the {inner} channels of {out}; shapes do not "
                 "show it, but the model does (timm: model.blocks[0].attn.num_heads)"
@@ -138,8 +139,10 @@ class ForeignModel:
         lead = () if self.stack.stacked else (self.num_layers,)
         new: Leaves = {}
 
-        def write(name, rows, part):
-            new[name] = replace_rows(new.get(name, self.leaves[name]), rows, part * len(rows))
+        def write(name, rows, part, transposed=False):
+            old = new.get(name, self.leaves[name])
+            changed = replace_rows(old.T if transposed else old, rows, part * len(rows))
+            new[name] = changed.T if transposed else changed
 
         for i, field in enumerate(FIELDS):
             kernels = getattr(weights, field)
@@ -150,10 +153,10 @@ class ForeignModel:
             part = layout.modules[:i].count(module)  # index within a fused module
             for layer, attention in enumerate(self.stack.attentions):
                 kernel = kernels if self.stack.stacked else kernels[layer]
-                if layout.torch:  # [out, in]
+                if layout.kind != "heads":
                     shape = (-1, self.width) if field == "out" else (self.width, -1)
-                    kernel = kernel.reshape(shape).T
-                write(layout.weights(attention)[i], kernel, part)
+                    kernel = kernel.reshape(shape).T  # [out, in]
+                write(layout.weights(attention)[i], kernel, part, layout.kind == "linear")
                 bias = f"{layout.names(attention)[i]}.bias"
                 if bias in self.leaves:
                     rows, *rest = self.leaves[bias].shape
@@ -269,10 +272,11 @@ class ForeignModel:
         """
         layout = self.stack.layout
         inside = tuple(f"{attention}." for attention in self.stack.attentions)
+        axis = 0 if layout.kind == "torch" else -1  # of the outputs
         ranks = {}
         for name in self._names(rf".*\.{layout.leaf}"):
             shape = np.shape(self.leaves[name])
-            ends_here = 2 <= len(shape) <= 5 and shape[0 if layout.torch else -1] == self.width
+            ends_here = 2 <= len(shape) <= 5 and shape[axis] == self.width
             if ends_here and not name.startswith(inside):
                 ranks[name] = len(shape)
         named = [name for name in ranks if re.search(r"patch|embeds\.proj", name.lower())]
@@ -307,7 +311,7 @@ class ForeignModel:
 
 
 def find_models(
-    leaves: Leaves, num_heads: int | None, layouts: Sequence[Layout] = LAYOUTS
+    leaves: Leaves, num_heads: int | None, projections: Sequence[str] | None
 ) -> list[ForeignModel]:
     """Returns a model with each of its stacks: one for a ViT or BEiT, one per stage for a Swin."""
     for name, (part, why) in itertools.product(leaves, _UNSUPPORTED.items()):
@@ -315,8 +319,8 @@ def find_models(
             raise unsupported(name, why)
     tables = [name for name in leaves if name.endswith(_BIAS_TABLE)]
     if not tables:
-        return [ForeignModel(leaves, find_stack(leaves, layouts), num_heads)]
-    stacks = find_stacks(leaves, layouts)
+        return [ForeignModel(leaves, find_stack(leaves, projections), num_heads)]
+    stacks = find_stacks(leaves, projections)
     # Stacks without tables belong to a text model.
     visual = [stack for stack in stacks if any(name.startswith(stack.blocks) for name in tables)]
     models = []

@@ -22,8 +22,6 @@ from structinit_jax.attention_init.sites import GRID, AttentionStack, Grid, chec
 from structinit_jax.errors import InputError, require, warn
 from structinit_jax.interop.foreign_model import ForeignModel, find_models, square_grid
 from structinit_jax.interop.layouts import (
-    LAYOUTS,
-    Layout,
     Leaves,
     as_array,
     check_array,
@@ -71,7 +69,7 @@ def initialize(
         Arrays, here and in the other arguments, can be NumPy, JAX or torch arrays.
       attention_init: The scheme, such as `impulse()`; or `lambda rng, site: weights`.
       rng: Random key for the scheme.
-      num_heads: Number of heads h, for torch and Equinox ViTs, whose shapes do not show it.
+      num_heads: Number of heads h, unless the shapes show it, as those of Flax's own attention do.
       grid: (rows, cols) of the image tokens; for sequences, (1, N); for Swin and BEiT, (rows, cols)
         of the windows that are not square. If None, the grid and all windows are square.
       positions: [N, D] encoding that a ViT adds to its tokens without storing it in `params`,
@@ -85,7 +83,8 @@ def initialize(
         vector, in the rows of the position table or, without one, the bias of the patch embedding.
       projections: Names of the linear modules for query, key, value and output, below each
         attention layer, such as `("to_q", "to_k", "to_v", "fc")`. A fused module, whose output is
-        query, key and value in this order, is repeated: `("qkv", "qkv", "qkv", "fc")`. If None,
+        query, key and value in this order, is repeated: `("qkv", "qkv", "qkv", "fc")`. If other
+        layers have modules of these names, add the layer's: `("Attention_0.Dense_0", …)`. If None,
         the names that known projects use.
 
     Returns:
@@ -97,14 +96,11 @@ def initialize(
     """
     if grid is not None:
         GRID.require("grid", grid)
-    layouts = LAYOUTS
     if projections is not None:
-        names = tuple(projections)
         needs = "the names of four modules, of query, key, value and output"
-        require("projections", projections, needs, len(names) == 4)
-        layouts = (Layout(names), Layout(names, torch=False))
+        require("projections", projections, needs, len(projections) == 4)
     leaves, rebuild = flatten(params)
-    models = find_models(leaves, num_heads, layouts)
+    models = find_models(leaves, num_heads, projections)
     sites = [_find_site(model, grid, as_array(positions), rotations) for model in models]
     if grid is not None:
         grids = [site.grid for site in sites]

@@ -3,8 +3,8 @@
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -131,21 +131,21 @@ def unsupported(name: str, why: str) -> InputError:
 
 
 class Layout(NamedTuple):
-    """How a project names and shapes the projections of an attention layer.
+    """How a model names and shapes the projections of its attention layers.
 
     Attributes:
       modules: Names of the modules of `FIELDS` below the layer; a fused module is repeated.
-      torch: Whether kernels are [out, in], as in torch and Equinox. If false, they have the layout
-        of Flax's MultiHeadAttention.
+      kind: 'torch' for kernels [out, in], as in torch and Equinox; 'linear' for Flax's [in, out];
+        'heads' for those of Flax's MultiHeadAttention, [D, h, d] and [h, d, D].
     """
 
     modules: tuple[str, str, str, str]
-    torch: bool = True
+    kind: Literal["torch", "linear", "heads"]
 
     @property
     def leaf(self) -> str:
         """Name of a module's kernel."""
-        return "weight" if self.torch else "kernel"
+        return "weight" if self.kind == "torch" else "kernel"
 
     def names(self, attention: str) -> list[str]:
         """Returns the names of the modules that hold the fields of the layer `attention`."""
@@ -156,23 +156,25 @@ class Layout(NamedTuple):
         return [f"{name}.{self.leaf}" for name in self.names(attention)]
 
 
-LAYOUTS = (
-    Layout(("qkv", "qkv", "qkv", "proj")),  # timm
-    Layout(("q_proj", "k_proj", "v_proj", "proj")),  # timm's EVA
+PROJECTIONS = (  # the modules of known projects
+    ("qkv", "qkv", "qkv", "proj"),  # timm
+    ("qkv", "qkv", "qkv", "out_proj"),  # MONAI
+    ("qkv", "qkv", "qkv", "projection"),  # Kornia
+    ("q_proj", "k_proj", "v_proj", "proj"),  # timm's EVA
     # Hugging Face: files, Swin's files, modules of transformers >= 5, CLIP, InternVL
-    Layout(("attention.query", "attention.key", "attention.value", "output.dense")),
-    Layout(("self.query", "self.key", "self.value", "output.dense")),
-    Layout(("q_proj", "k_proj", "v_proj", "o_proj")),
-    Layout(("q_proj", "k_proj", "v_proj", "out_proj")),
-    Layout(("q_proj", "k_proj", "v_proj", "projection_layer")),
+    ("attention.query", "attention.key", "attention.value", "output.dense"),
+    ("self.query", "self.key", "self.value", "output.dense"),
+    ("q_proj", "k_proj", "v_proj", "o_proj"),
+    ("q_proj", "k_proj", "v_proj", "out_proj"),
+    ("q_proj", "k_proj", "v_proj", "projection_layer"),
     # torch.nn.MultiheadAttention: torchvision, open_clip, torch.nn.TransformerEncoder
-    Layout(("in_proj", "in_proj", "in_proj", "out_proj")),
-    Layout(("to_qkv", "to_qkv", "to_qkv", "to_out.0")),  # vit-pytorch
-    Layout(("to_qkv", "to_qkv", "to_qkv", "to_out")),  # vit-pytorch's SimpleViT
-    Layout(("query_proj", "key_proj", "value_proj", "output_proj")),  # Equinox
-    Layout(FIELDS, torch=False),  # Flax: NNX, big_vision, vit_jax
-    Layout(("query", "key", "value", "attention_output"), torch=False),  # keras-hub
-    Layout(("wq", "wk", "wv", "wo"), torch=False),  # deit3-jax
+    ("in_proj", "in_proj", "in_proj", "out_proj"),
+    ("to_qkv", "to_qkv", "to_qkv", "to_out.0"),  # vit-pytorch
+    ("to_qkv", "to_qkv", "to_qkv", "to_out"),  # vit-pytorch's SimpleViT
+    ("query_proj", "key_proj", "value_proj", "output_proj"),  # Equinox
+    FIELDS,  # Flax: NNX, big_vision, vit_jax
+    ("query", "key", "value", "attention_output"),  # keras-hub
+    ("wq", "wk", "wv", "wo"),  # deit3-jax
 )
 
 
@@ -197,17 +199,16 @@ class Stack(NamedTuple):
         return tuple(attention[: attention.rfind(".") + 1] for attention in self.attentions)
 
 
-def find_stack(leaves: Leaves, layouts: Sequence[Layout] = LAYOUTS) -> Stack:
+def find_stack(leaves: Leaves, projections: Sequence[str] | None = None) -> Stack:
     """Finds the attention layers of a model with a single grid of tokens."""
-    stacks = find_stacks(leaves, layouts)
+    stacks = find_stacks(leaves, projections)
     # A single attention layer next to a stack of layers pools tokens.
     stacks = [stack for stack in stacks if stack.stacked or len(stack.attentions) > 1] or stacks
     if len(stacks) == 1:
         return stacks[0]
     names = [stack.attentions[0] for stack in stacks]
-    columns = zip(*(name.split(".") for name in names), strict=False)
-    shared = list(itertools.takewhile(lambda parts: len(set(parts)) == 1, columns))
-    stems = [".".join(name.split(".")[: len(shared) + 1]) + "." for name in names]
+    level = len(_shared_parts(names)) + 1
+    stems = [".".join(name.split(".")[:level]) + "." for name in names]
     visual = [
         stack._replace(stem=stem)
         for stack, stem in zip(stacks, stems, strict=True)
@@ -221,36 +222,53 @@ def find_stack(leaves: Leaves, layouts: Sequence[Layout] = LAYOUTS) -> Stack:
     )
 
 
-def find_stacks(leaves: Leaves, layouts: Sequence[Layout] = LAYOUTS) -> list[Stack]:
-    """Finds attention stacks in all layouts, because a model's towers can use different ones."""
-    stacks = [stack for layout in layouts for stack in _stacks(leaves, layout)]
-    if stacks:
+def find_stacks(leaves: Leaves, projections: Sequence[str] | None = None) -> list[Stack]:
+    """Finds attention stacks with the given names of projections, by default all known ones.
+
+    A model's towers can have different names.
+    """
+    tried = PROJECTIONS if projections is None else [tuple(projections)]
+    if stacks := [stack for modules in tried for stack in _stacks(leaves, modules)]:
         return stacks
     similar = [n for n in leaves if re.search(r"att|qkv|query|q_proj|in_proj", n, re.IGNORECASE)]
     names = ", ".join((similar or list(leaves))[:6]) or "nothing"
-    known = "known names" if layouts is LAYOUTS else f"projections={layouts[0].modules}"
+    wanted = "known names" if projections is None else f"projections={tried[0]}"
     raise InputError(
-        f"params hold no attention layers with {known}, only {names}: if all layers have linear "
+        f"params hold no attention layers with {wanted}, only {names}: if all layers have linear "
         "projections of the same shape, from and to all channels, pass the names of these modules "
         "as projections=(query, key, value, out); other attention is not supported"
     )
 
 
-def _stacks(leaves: Leaves, layout: Layout) -> list[Stack]:
-    suffixes = [f".{weight}" for weight in dict.fromkeys(layout.weights(""))]
-    names = [f".{name}" for name in leaves]
-    found = [n.removesuffix(s)[1:] for s in suffixes for n in names if n.endswith(s)]
-    stacks = []
-    for group in _numbered(dict.fromkeys(found)):
-        weights = {weight for attention in group for weight in layout.weights(attention)}
-        if not weights <= leaves.keys():
-            continue
-        rank = np.ndim(leaves[layout.weights(group[0])[0]])
-        if layout.torch or rank == 3:
-            stacks.append(Stack(layout, tuple(group)))
-        elif rank == 4:
-            stacks += [Stack(layout, (attention,), stacked=True) for attention in group]
-    return stacks
+def _shared_parts(names: Sequence[str]) -> list[str]:
+    """Returns the leading dot-separated parts that all names have in common."""
+    columns = zip(*(name.split(".") for name in names), strict=False)
+    return [column[0] for column in itertools.takewhile(lambda c: len(set(c)) == 1, columns)]
+
+
+def _stacks(leaves: Leaves, modules: tuple[str, str, str, str]) -> Iterator[Stack]:
+    """Yields the stacks whose projections have these names."""
+    lead = "".join(f"{part}." for part in _shared_parts(modules))  # belongs to the layer's name
+    own = tuple(module.removeprefix(lead) for module in modules)
+    for layout in (Layout(own, "torch"), Layout(own, "heads")):
+        names = [f".{name}" for name in leaves]
+        found = [
+            name.removesuffix(f".{weight}")[1:]
+            for weight in dict.fromkeys(layout.weights(""))
+            for name in names
+            if name.endswith(f".{lead}{weight}")
+        ]
+        for group in _numbered(dict.fromkeys(found)):
+            weights = {weight for attention in group for weight in layout.weights(attention)}
+            if not weights <= leaves.keys():
+                continue
+            rank = np.ndim(leaves[layout.weights(group[0])[0]])
+            if layout.kind == "torch" or rank == 3:
+                yield Stack(layout, tuple(group))
+            elif rank == 2:
+                yield Stack(Layout(own, "linear"), tuple(group))
+            elif rank == 4:
+                yield from (Stack(layout, (attention,), stacked=True) for attention in group)
 
 
 def _numbered(names: Iterable[str]) -> list[list[str]]:
