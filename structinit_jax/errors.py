@@ -122,8 +122,9 @@ class Check(NamedTuple):
         """Whether a value passes; one that cannot be compared or converted does not."""
         try:
             return bool(self.holds(value))
-        # NumPy raises ValueError for the truth value of an array, `math` OverflowError for 10**400.
-        except (TypeError, ValueError, OverflowError):
+        # ValueError: the truth value of an array; OverflowError: 10**400 in `math`;
+        # SyntaxError: "(0.5,)" as a type in NumPy.
+        except (TypeError, ValueError, OverflowError, SyntaxError):
             return False
 
     def require(self, name: str, value: Any) -> None:

@@ -79,6 +79,8 @@ def test_variants_have_timms_parameter_counts(name):
         (dict(image_size=(8, 0)), r"^image_size=\(8, 0\) must"),
         (dict(image_size=(8, 9)), r"^image_size=\(8, 9\) .* patch_size=2"),
         (dict(size=3), "^size does not exist"),
+        (dict(dtype="float16"), "^dtype='float16' must be"),
+        (dict(dtype="(0.5,)"), r"^dtype='\(0\.5,\)' must be"),
         (dict(name="vit", num_heads=3), "^num_heads=3 .* width=16"),
         (dict(name="vit", num_heads=8, positions="rope"), "^head_dim=2 .* of 4 .* number of heads"),
         (dict(name="swin", depths=(2,)), r"^num_heads=\[2, 4\] .* depths=\(2,\)"),
