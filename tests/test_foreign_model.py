@@ -125,7 +125,7 @@ REFUSED = {  # parameters, by a part of the message
     ),
     "has type ShapeDtypeStruct": lambda: jax.eval_shape(lambda: state_dict("timm")),
     r"hold no attention layers .* blocks\.1\.attn\.proj": lambda: without("blocks.1.attn.qkv"),
-    r"hold no attention layers [^:]*, only fc\.weight": lambda: shapes(fc=(8, 4)),
+    r"hold no attention layers [^:]*, only fc\.weight": lambda: shapes(norm=(8,), fc=(8, 4)),
     "several stages are not supported": stages,
     "detection_tokens belongs to tokens that": lambda: changed(detection_tokens=ONES),
     "^grid: token_embedding": lambda: without("patch_embed") | {"token_embedding.weight": WIDE},

@@ -230,8 +230,9 @@ def find_stacks(leaves: Leaves, projections: Sequence[str] | None = None) -> lis
     tried = PROJECTIONS if projections is None else [tuple(projections)]
     if stacks := [stack for modules in tried for stack in _stacks(leaves, modules)]:
         return stacks
-    similar = [n for n in leaves if re.search(r"att|qkv|query|q_proj|in_proj", n, re.IGNORECASE)]
-    names = ", ".join((similar or list(leaves))[:6]) or "nothing"
+    kernels = [name for name, leaf in leaves.items() if np.ndim(leaf) > 1]
+    similar = [n for n in kernels if re.search(r"att|qkv|query|q_proj|in_proj", n, re.IGNORECASE)]
+    names = ", ".join((similar or kernels or list(leaves))[:6]) or "nothing"
     wanted = "known names" if projections is None else f"projections={tried[0]}"
     raise InputError(
         f"params hold no attention layers with {wanted}, only {names}: if all layers have linear "
