@@ -48,12 +48,22 @@ def linear_layers_of_flax(name, leaf):
     return name.removesuffix("weight") + ("kernel" if leaf.ndim > 1 else "scale"), leaf.T
 
 
+def layers_in_chunks(name, leaf):
+    return name.replace("blocks.1.", "blocks.1.1.").replace("blocks.0.", "blocks.0.0."), leaf
+
+
+def a_longer_name_of_the_class_token(name, leaf):
+    return name.replace("cls_token", "cls_token_emb"), leaf
+
+
 @pytest.mark.parametrize(
     ("convert", "projections"),
     [
         (own_names, ("w", "w", "w", "fc.0")),
         (own_names, ("msa.w", "msa.w", "msa.w", "msa.fc.0")),
         (linear_layers_of_flax, None),
+        (layers_in_chunks, None),
+        (a_longer_name_of_the_class_token, None),
     ],
 )
 def test_other_names_and_kernels_get_the_same_weights(convert, projections):
@@ -184,19 +194,22 @@ def test_a_sequence_of_tokens_is_a_grid_of_one_row():
     assert new["patch_embed.proj.bias"].all()
 
 
-def test_rotary_positions_beside_a_table_are_reported():
-    params = changed(rope__freqs=ONES)
-    with pytest.warns(UserWarning, match=r"rope\.freqs rotates queries and keys"):
+@pytest.mark.parametrize("name", ["rope.freqs", "blocks.0.attn.rope.freqs_cos"])
+def test_rotary_positions_beside_a_table_are_reported(name):
+    params = state_dict("timm") | {name: ONES}
+    with pytest.warns(UserWarning, match=rf"{name} rotates queries and keys"):
         interop.initialize(params, normal_scheme, RNG, num_heads=HEADS)
     del params["pos_embed"]
     given = dict(num_heads=HEADS, positions=sincos_positions(GRID, WIDTH))
-    with pytest.warns(UserWarning, match=r"rope\.freqs rotates queries and keys"):
+    with pytest.warns(UserWarning, match=rf"{name} rotates queries and keys"):
         site_of(params, **given)
-    with pytest.raises(InputError, match=r"rope\.freqs rotates .* pass rotations=model"):
+    with pytest.raises(InputError, match=rf"{name} rotates .* pass rotations=model"):
         interop.initialize(params, normal_scheme, RNG, num_heads=HEADS)
 
 
-@pytest.mark.parametrize("name", ["ls1.gamma", "gamma_1", "layer_scale1.lambda1", "scale1"])
+@pytest.mark.parametrize(
+    "name", ["ls1.gamma", "gamma_1", "layer_scale1.lambda1", "scale1", "attn.gamma1.weight"]
+)
 def test_a_layer_scale_that_hides_values_is_reported(name):
     params = state_dict("timm") | {f"blocks.0.{name}": 1e-5 * ONES}
     with pytest.warns(UserWarning, match=rf"blocks\.0\.{name} .* LayerScale") as caught:

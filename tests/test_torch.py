@@ -43,9 +43,14 @@ def test_tensors_without_values_are_refused():
         initialize(tensors, normal_scheme, jax.random.key(0), num_heads=3)
 
 
+class Backbone(torch.nn.TransformerEncoder):
+    def train(self, mode=True):
+        super().train(mode)  # returns None, as in OpenMMLab
+
+
 def test_maps_are_recorded_in_inference_mode_too():
     layer = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True, norm_first=True)
-    model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    model = Backbone(layer, 2, enable_nested_tensor=False)
     tokens = torch.randn(3, 5, 8)
     model.layers[0].eval()
     modes = [module.training for module in model.modules()]

@@ -27,15 +27,15 @@ from structinit_jax.interop.layouts import (
 # Patterns of names without the model's stem; for norms, without the block's prefix.
 _POSITIONS = r"(?:.*\.)?(?:[^.]*pos[^.]*(?:\.(?:embeddings?|weight))?|wpe)"
 _EXTRA_TOKENS = (
-    r"(?i:(?:.*\.)?(?:cls|class|dist|distillation|reg|registers?|storage)_?"
-    r"(?:tok|tokens?|emb|embed|embeddings?)?)"
+    r"(?i:(?:.*\.)?(?:cls|class|dist|distillation|reg|registers?|storage)"
+    r"(?:_?(?:tok|tokens?|emb|embed|embeddings?))*)"
 )
 _RELATIVE = r"(?:.*[._])?(?:rel_pos|relative_pos|relative_att|position_bias|attention_bias).*"
 _WORDS = r"(?:.*\.)?(?:token_embedding|word_embeddings|embed_tokens|wte)(?:\..*)?"
 _ROTARY = r"(?:.*[._])?(?:rope|rotary|freqs).*"
 _PATCH_NORM = r"(?i:(?:.*\.)?[^.]*patch.*\.(?:weight|scale|gamma))"
 _BIAS_TABLE = "relative_position_bias_table"  # of Swin and BEiT
-_LAYER_SCALE = r"(?:.*\.)?((ls_?1|layer_?scale_?1)\.\w+|(gamma|lambda)_?1|scale1)"
+_LAYER_SCALE = r"(?:.*\.)?((ls_?1|layer_?scale_?1|gamma1)\.\w+|(gamma|lambda)_?1|scale1)"
 _UNSUPPORTED = {  # by a part of a name
     "attn_grid.": "belongs to the grid attention of MaxViT",
     "detection_tokens": "belongs to tokens that follow the image tokens",
@@ -78,7 +78,7 @@ class ForeignModel:
                     shape = shape[::-1]
                 check_array(name, leaves[name])
                 if leaves[name].shape != shape:
-                    why = f"has shape {leaves[name].shape} where identical layers have {shape}"
+                    why = f"has shape {leaves[name].shape} instead of {shape}"
                     raise unsupported(name, why)
 
     def _set_sizes(self, num_heads: int | None) -> None:
@@ -187,7 +187,9 @@ class ForeignModel:
                     )
             elif is_norm or name.startswith(inside) or self._matches(_RELATIVE, name):
                 is_table = self.bias_tables and name.endswith(_BIAS_TABLE)
-                if name not in known and not is_table:
+                is_rotary = not self.bias_tables and self._matches(_ROTARY, name)
+                is_reported = is_rotary or self._matches(_LAYER_SCALE, name)
+                if name not in known and not is_table and not is_reported:
                     why = "may change the attention maps that schemes set"
                     raise InputError(f"params: {name} {why}: build the model without it")
 

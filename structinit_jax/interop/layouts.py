@@ -159,7 +159,6 @@ class Layout(NamedTuple):
 PROJECTIONS = (  # the modules of known projects
     ("qkv", "qkv", "qkv", "proj"),  # timm
     ("qkv", "qkv", "qkv", "out_proj"),  # MONAI
-    ("qkv", "qkv", "qkv", "projection"),  # Kornia
     ("q_proj", "k_proj", "v_proj", "proj"),  # timm's EVA
     # Hugging Face: files, Swin's files, modules of transformers >= 5, CLIP, InternVL
     ("attention.query", "attention.key", "attention.value", "output.dense"),
@@ -217,8 +216,9 @@ def find_stack(leaves: Leaves, projections: Sequence[str] | None = None) -> Stac
     if len(visual) == 1:
         return visual[0]
     raise InputError(
-        f"params hold several models ({', '.join(names)}): pass the subtree of one; models with "
-        "several stages are not supported, except Swin (but not SwinV2)"
+        f"params hold several kinds of attention layers ({', '.join(names)}): if these are several "
+        "models, pass the subtree of one; models with several kinds or several stages are not "
+        "supported, except Swin (but not SwinV2)"
     )
 
 
@@ -275,7 +275,8 @@ def _stacks(leaves: Leaves, modules: tuple[str, str, str, str]) -> Iterator[Stac
 def _numbered(names: Iterable[str]) -> list[list[str]]:
     """Returns groups of names that differ only in their layer number, sorted by that number.
 
-    The layer number is the last number in which otherwise equal names differ.
+    The layer number is the last number in which otherwise equal names differ. If it is another one
+    in each name, numbers before it only divide the layers into chunks, as in DINOv2.
     """
     templates: dict[str, list[tuple[list[int], str]]] = {}
     for name in names:
@@ -286,7 +287,8 @@ def _numbered(names: Iterable[str]) -> list[list[str]]:
         columns = zip(*(numbers for numbers, _ in members), strict=True)
         differing = [i for i, column in enumerate(columns) if len(set(column)) > 1]
         layer = differing[-1] if differing else None
+        in_chunks = layer is not None and len({n[layer] for n, _ in members}) == len(members)
         for numbers, name in sorted(members):
-            others = [number for i, number in enumerate(numbers) if i != layer]
+            others = [] if in_chunks else [n for i, n in enumerate(numbers) if i != layer]
             groups.setdefault((template, *others), []).append(name)
     return list(groups.values())

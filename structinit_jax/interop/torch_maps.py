@@ -50,7 +50,8 @@ def torch_maps(model: Any, images: Any) -> list[Float[np.ndarray, "B h T T"]]:
     torch.backends.mha.set_fastpath_enabled(False)  # It fuses the softmax.
     try:
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), Recorder():
-            model.eval()(images)
+            model.eval()  # returns None in some projects
+            model(images)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
         for module, training in modes:

@@ -1,13 +1,11 @@
 """Names and shapes of other projects' parameters.
 
-Made with timm 1.0.31, transformers 5.24.0, vit-pytorch 1.26.11, torchvision 0.28.0, MONAI 1.6.1,
-Kornia 0.9.0 and torch 2.13.0. `benchmarks/hits.py` measures attention maps in models of most of
-these libraries.
+Made with timm 1.0.31, transformers 5.24.0, vit-pytorch 1.26.11, torchvision 0.28.0, MONAI 1.6.1 and
+torch 2.13.0. `benchmarks/hits.py` measures attention maps in models of most of these libraries.
 """
 
 import tempfile
 
-import kornia.models.vit
 import monai.networks.nets
 import timm
 import torch
@@ -71,7 +69,6 @@ def make():
     models["torch_encoder"] = encoder()
     sizes = dict(hidden_size=32, mlp_dim=64, num_layers=2, num_heads=4, spatial_dims=2)
     models["monai"] = monai.networks.nets.ViT(3, (48, 48), (8, 8), **sizes, classification=True)
-    models["kornia"] = kornia.models.vit.VisionTransformer(48, 8, 3, 32, 2, 4)
     states = {key: model.state_dict() for key, model in models.items()}
     for key in ("huggingface", "dinov2"):  # names differ between their files and modules
         with tempfile.TemporaryDirectory() as folder:
