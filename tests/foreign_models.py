@@ -73,7 +73,7 @@ def write(params, weights, **given):
 def read(params, num_heads=None):
     """The weights of a model's attention layers, as a scheme returns them."""
     leaves = flatten(params)[0]
-    stack = find_stack(leaves)
+    stack = find_stack(leaves, None)
     model = ForeignModel(leaves, stack, num_heads)
     heads = (model.num_heads, model.head_dim)
     kernels = {field: [] for field in FIELDS}

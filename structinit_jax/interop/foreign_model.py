@@ -103,7 +103,7 @@ class ForeignModel:
             require("num_heads", num_heads, needs, num_heads in (None, shown))
         self.num_heads = num_heads if shown is None else shown
         if not has_heads:
-            self.width, inner = shape[:2] if layout.kind == "torch" else shape[1::-1]
+            self.width, inner = shape if layout.kind == "torch" else shape[::-1]
             needs = (
                 f"the number of heads, a divisor of the {inner} channels of {out}; shapes do not "
                 "show it, but the model does (timm: model.blocks[0].attn.num_heads)"
@@ -188,6 +188,7 @@ class ForeignModel:
             elif is_norm or name.startswith(inside) or self._matches(_RELATIVE, name):
                 is_table = self.bias_tables and name.endswith(_BIAS_TABLE)
                 is_rotary = not self.bias_tables and self._matches(_ROTARY, name)
+                # `rotary_positions` and `layer_scale` find these, and their callers report them.
                 is_reported = is_rotary or self._matches(_LAYER_SCALE, name)
                 if name not in known and not is_table and not is_reported:
                     why = "may change the attention maps that schemes set"

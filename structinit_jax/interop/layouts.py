@@ -198,8 +198,8 @@ class Stack(NamedTuple):
         return tuple(attention[: attention.rfind(".") + 1] for attention in self.attentions)
 
 
-def find_stack(leaves: Leaves, projections: Sequence[str] | None = None) -> Stack:
-    """Finds the attention layers of a model with a single grid of tokens."""
+def find_stack(leaves: Leaves, projections: Sequence[str] | None) -> Stack:
+    """Finds the attention layers of a model with a single grid of tokens; see `find_stacks`."""
     stacks = find_stacks(leaves, projections)
     # A single attention layer next to a stack of layers pools tokens.
     stacks = [stack for stack in stacks if stack.stacked or len(stack.attentions) > 1] or stacks
@@ -222,8 +222,8 @@ def find_stack(leaves: Leaves, projections: Sequence[str] | None = None) -> Stac
     )
 
 
-def find_stacks(leaves: Leaves, projections: Sequence[str] | None = None) -> list[Stack]:
-    """Finds attention stacks with the given names of projections, by default all known ones.
+def find_stacks(leaves: Leaves, projections: Sequence[str] | None) -> list[Stack]:
+    """Finds attention stacks with the given names of projections; None means all known ones.
 
     A model's towers can have different names.
     """
@@ -251,8 +251,8 @@ def _stacks(leaves: Leaves, modules: tuple[str, str, str, str]) -> Iterator[Stac
     """Yields the stacks whose projections have these names."""
     lead = "".join(f"{part}." for part in _shared_parts(modules))  # belongs to the layer's name
     own = tuple(module.removeprefix(lead) for module in modules)
+    names = [f".{name}" for name in leaves]
     for layout in (Layout(own, "torch"), Layout(own, "heads")):
-        names = [f".{name}" for name in leaves]
         found = [
             name.removesuffix(f".{weight}")[1:]
             for weight in dict.fromkeys(layout.weights(""))
