@@ -90,6 +90,8 @@ def _parse_flags(argv: list[str]) -> Overrides:
         _, *words = FLAGS([argv[0], *(word for word in words if not FIELD.fullmatch(word))])
     except flags.Error as error:
         raise InputError(f"{error}; set config fields with --config.FIELD=VALUE") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"--flagfile must be a text file in UTF-8: {error}") from error
     if words:
         raise InputError(f"unrecognized argument {words[0]!r}: write --name=value")
     if FLAGS["verbosity"].using_default_value:

@@ -24,6 +24,7 @@ CONFIG = "--config=configs/vit_t_digits.py"
         ("config.seed=3", "unrecognized argument 'config.seed=3'"),
         ("--config.seed", "config.seed --config.FIELD=VALUE"),
         ("--flagfile=nothing", "nothing"),
+        ("--flagfile=benchmarks/results/maps.png", "--flagfile UTF-8"),
         ("--mode=eval", "workdir= checkpoint"),
     ],
 )

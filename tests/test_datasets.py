@@ -67,6 +67,8 @@ def test_channels_that_a_set_does_not_have_are_refused():
 def test_functions_that_return_no_data_set_are_named():
     with pytest.raises(InputError, match=r"^name='builtins:print' must be a function that"):
         open_dataset("builtins:print")
+    with pytest.raises(InputError, match=r"^name=getcwd must be a function of \(data_dir\)"):
+        open_dataset("os:getcwd")
 
 
 def test_damaged_sets_and_those_prepared_as_tfrecord_are_named(tmp_path):

@@ -88,6 +88,8 @@ def test_the_checkpoint_can_be_chosen(tiny_config, finished_run, tmp_path, capsy
     for workdir in (finished_run.workdir, tmp_path / "missing"):
         with pytest.raises(InputError, match=rf"workdir='{workdir}' .*'5'; it has (12, |none)"):
             evaluation.evaluate_checkpoint(tiny_config, workdir, "5")
+    with pytest.raises(InputError, match=r"checkpoint that has been evaluated for step='best'"):
+        evaluation.evaluate_checkpoint(tiny_config, tmp_path / "missing", "best")
 
 
 @pytest.fixture(scope="module")

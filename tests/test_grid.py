@@ -1,8 +1,10 @@
+import contextlib
 import csv
 import functools
 import itertools
 import json
 import signal
+import threading
 import types
 
 import fork_main
@@ -111,6 +113,11 @@ def test_settings_keep_the_baseline_of_their_last_command(start, tmp_path):
     assert baselines() == expected
     start(["impulse"], [0])  # A command with one scheme changes no baseline.
     assert baselines() == expected
+    start(["impulse"], [0], axes={"model.depth": ["4"]})
+    assert baselines() == expected | {"impulse,model.depth=4": ""}
+    start(["default"], [0], axes={"model.depth": ["4"]})  # unless a setting had none
+    deep = {f"{scheme},model.depth=4": "default,model.depth=4" for scheme in ("impulse", "default")}
+    assert baselines() == expected | deep
     info = json.loads((tmp_path / COMPARISON).read_text())
     (tmp_path / COMPARISON).write_text(json.dumps(info | {"machine": "1 × TPU"}))
     row = dict(baseline="other", published="50.10", note="a note of the row")
@@ -224,7 +231,13 @@ def test_a_setting_is_locked_between_its_runs_too(start, tmp_path, monkeypatch):
 
     monkeypatch.setattr(grid, "format_duration", format_duration)
     assert start(["default"], [0, 1]) == (0, [("default", 0), ("default", 1)])
-    with lock_workdir(tmp_path), pytest.raises(InputError):  # another process writes compare.json
+    # Another process writes compare.json.
+    locked = contextlib.ExitStack()
+    locked.enter_context(lock_workdir(tmp_path))
+    threading.Timer(0.2, locked.close).start()
+    assert start(["default"], [0]) == (0, [])
+    monkeypatch.setattr(grid, "PATIENCE", 0.1)
+    with lock_workdir(tmp_path), pytest.raises(InputError):
         start(["default"], [0])
 
 

@@ -68,6 +68,12 @@ def test_every_example_needs_a_loss_and_every_class_a_logit(config, field, value
         setup.train_step.lower(*setup.arguments)
 
 
+def test_a_function_of_other_arguments_is_no_loss(config):
+    config.loss = "os:getcwd"
+    with pytest.raises(InputError, match=r"^config\.loss=getcwd must be a function of \(logits, t"):
+        set_up(config)
+
+
 def test_losses_agree_with_scipy(setup, state):
     batch = make_batch()
     images = (batch["image"] / 255 - 0.3) / 0.4

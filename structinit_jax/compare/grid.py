@@ -34,6 +34,8 @@ from structinit_jax.training.state import make_initializer
 from structinit_jax.training.step import make_train_step
 from structinit_jax.training.train import NOT_FINITE_EXIT_CODE, PREEMPTED_EXIT_CODE, train
 
+PATIENCE = 60.0  # seconds; other processes of a comparison hold its lock only while they start
+
 
 def run_grid(
     settings: Mapping[str, ConfigDict],
@@ -68,7 +70,7 @@ def run_grid(
     for name, config in settings.items():
         new[name] = describe_setting(name, config, splits) | {"seeds": list(seeds)}
     with files.report_full_disk(workdir):
-        with workdir_lib.lock_workdir(workdir):
+        with workdir_lib.lock_workdir(workdir, PATIENCE):
             info = _merge(workdir, new, settings, rows)
             machines = dict.fromkeys([*info["machine"].split("\n\n"), _describe_machine()])
             info["machine"] = "\n\n".join(filter(None, machines))
@@ -144,23 +146,27 @@ def _merge(workdir, new, settings, rows):
                     f"--workdir={workdir} holds results for other images, labels or classes of "
                     f"{data}: restore the old data, or use another --workdir"
                 )
+    merged = old | new
     for name, row in (rows or _find_rows(old, new)).items():
-        new[name] |= {column: row[column] for column in ("baseline", "published", "note")}
-    return info | {"settings": old | new}
+        merged[name] |= {column: row[column] for column in ("baseline", "published", "note")}
+    return info | {"settings": merged}
 
 
 def _find_rows(old, new):
-    """Returns the baselines of a command's settings, in the form of rows of a table.
+    """Returns baselines of settings, in the form of rows of a table.
 
-    A command with a single scheme adds to the comparison, and changes no baseline.
+    A command with a single scheme adds to the comparison: it changes no baseline, but can be one
+    for earlier settings that had none.
     """
     configs = {name: facts["config"] for name, facts in new.items()}
     kept = {}
     if len({config["attention_init"]["name"] for config in configs.values()}) == 1:
         configs = {name: facts["config"] for name, facts in old.items()} | configs
-        kept = {name: facts["baseline"] for name, facts in old.items()}
+        baselines = {name: facts["baseline"] for name, facts in old.items()}
+        kept = {name: value for name, value in baselines.items() if value is not None}
     baselines = find_baselines(configs) | kept
-    return {name: {"baseline": baselines[name], "published": "", "note": ""} for name in new}
+    names = {*new, *configs} - (kept.keys() - new.keys())
+    return {name: {"baseline": baselines[name], "published": "", "note": ""} for name in names}
 
 
 def _describe_machine() -> str:

@@ -35,7 +35,10 @@ def expand(
     }
     varied = len(options) > 1 or any(field.startswith("attention_init.") for field in axes)
     if varied and (config.start_from or "start_from" in axes):
-        raise InputError("config.start_from replaces config.attention_init: pass a single scheme")
+        raise InputError(
+            "config.start_from replaces config.attention_init: pass a single scheme, and none of "
+            "its options in --grid"
+        )
     known = set().union(*options.values())
     needs = "fields other than seed and attention_init.name: use --seeds and --schemes"
     require("--grid", list(axes), needs, not {"seed", "attention_init.name"} & axes.keys())

@@ -13,7 +13,14 @@ from structinit_jax.data.folder import open_folder
 from structinit_jax.data.images import can_convert
 from structinit_jax.data.small import open_digits, open_fashion_mnist
 from structinit_jax.data.source import Dataset, DatasetInfo, Folder
-from structinit_jax.errors import InputError, find, is_reference, require, suggest
+from structinit_jax.errors import (
+    InputError,
+    find,
+    is_reference,
+    require,
+    require_function,
+    suggest,
+)
 
 with epy.lazy_imports():  # the import takes a quarter of a second
     import tensorflow_datasets as tfds
@@ -57,7 +64,9 @@ def open_dataset(name: str, data_dir: Folder = None, channels: int | None = None
     if name == "folder":
         dataset = open_folder(data_dir, channels or 3)
     elif name in OPENERS or is_reference(name):
-        dataset = find(name, OPENERS, "name")(data_dir)
+        opener = find(name, OPENERS, "name")
+        require_function("name", opener, ("data_dir",))
+        dataset = opener(data_dir)
         require("name", name, "a function that returns a Dataset", isinstance(dataset, Dataset))
     else:
         dataset = _open_tfds(name, data_dir)

@@ -137,9 +137,10 @@ def restore_model(
     number = checkpoint.find_step(directory, step)
     if number is None:
         steps = ", ".join(folder.name for folder in checkpoint.step_folders(directory)) or "none"
+        evaluated = " that has been evaluated" if step == "best" else ""
         raise InputError(
-            f"workdir={str(workdir)!r} must be a run with an intact checkpoint for step={step!r}; "
-            f"it has {steps}"
+            f"workdir={str(workdir)!r} must be a run with an intact checkpoint{evaluated} for "
+            f"step={step!r}; it has {steps}"
         )
     run = checkpoint.read_run(directory, number)
     place = f"step {number} in {workdir}"

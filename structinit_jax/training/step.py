@@ -13,7 +13,7 @@ from jaxtyping import ArrayLike
 from ml_collections import ConfigDict
 
 from structinit_jax.data.loader import Batch
-from structinit_jax.errors import find, require
+from structinit_jax.errors import find, require, require_function
 from structinit_jax.rngs import step_rngs
 from structinit_jax.training import build, sharding
 from structinit_jax.training.state import AbstractModel, TrainState, split_model
@@ -45,6 +45,7 @@ def make_train_step(
     mixes = config.augment.mixup > 0 or config.augment.cutmix > 0
     ema_decay = config.ema_decay
     loss_function = find(config.loss, LOSSES, "config.loss")
+    require_function("config.loss", loss_function, ("logits", "targets"))
     value_and_grad = _make_value_and_grad(model.graphdef, loss_function)
     if config.accumulate_steps > 1:
         value_and_grad = _in_parts(value_and_grad, config.accumulate_steps)

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -83,25 +84,33 @@ def prepare_workdir(workdir: epath.PathLike) -> Path:
 
 
 @contextlib.contextmanager
-def lock_workdir(workdir: Path) -> Iterator[None]:
+def lock_workdir(workdir: Path, patience: float = 0.0) -> Iterator[None]:
     """Holds an exclusive lock on the directory within the context.
 
     The operating system releases the lock when the process ends, even after a SIGKILL. Between
     hosts the lock works only if the network file system supports it, which can hold the lock of a
-    lost host for minutes. Raises `InUseError` if another process has the lock.
+    lost host for minutes. Raises `InUseError` if another process still has the lock after
+    `patience` seconds.
     """
+    deadline = time.monotonic() + patience
     # filelock does not record which process holds a lock.
     with (workdir / LOCK).open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise InUseError(
-                f"workdir={workdir} is in use by another run ({file.read().strip()}): wait until it"
-                f" ends, stop it, or choose another directory; if its host is lost, delete {LOCK}"
-            ) from None
-        except OSError:
-            print(f"note: {workdir} cannot be locked: make sure that no other run uses it")
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(0.05)
+                    continue
+                file.seek(0)
+                raise InUseError(
+                    f"workdir={workdir} is in use by another run ({file.read().strip()}): wait "
+                    "until it ends, stop it, or choose another directory; if its host is lost, "
+                    f"delete {LOCK}"
+                ) from None
+            except OSError:
+                print(f"note: {workdir} cannot be locked: make sure that no other run uses it")
+            break
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
