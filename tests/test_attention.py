@@ -117,6 +117,25 @@ def test_one_product_projects_like_three():
     close(attention._project_at_once(x, layers), [layer(x) for layer in layers], 3e-2)
 
 
+class Doubled(nnx.LinearGeneral):
+    """Has a kernel and a bias, but is called otherwise, as LoRA's layers are."""
+
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+def test_layers_that_are_not_ours_are_called_on_cuda_devices_too():
+    ours = [nnx.LinearGeneral(16, (2, 8), dtype=jnp.bfloat16, rngs=nnx.Rngs(i)) for i in range(3)]
+    other = Doubled(16, (2, 8), dtype=jnp.bfloat16, rngs=nnx.Rngs(3))
+    unbiased = nnx.LinearGeneral(16, (2, 8), use_bias=False, dtype=jnp.bfloat16, rngs=nnx.Rngs(4))
+    x = jnp.ones((2, 5, 16), jnp.bfloat16)
+    for first, expected in ((ours[0], 1), (other, 3), (unbiased, 3)):
+        layers = (first, *ours[1:])
+        program = lower(lambda x, layers=layers: attention.project(x, layers), x)
+        assert program.count("dot_general") == expected
+        close(attention.project(x, layers)[0], first(x), 3e-2)
+
+
 @pytest.mark.parametrize(("capability", "old"), [("7.5", True), ("10.0", False), ("gfx942", False)])
 def test_gpus_older_than_ampere_run_xlas_attention(monkeypatch, capability, old):
     device = types.SimpleNamespace(compute_capability=capability)

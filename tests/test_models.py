@@ -120,6 +120,12 @@ def test_images_that_are_not_normalized_or_no_batch_are_refused(shape, dtype):
         embed(make("vit").patch_embedding, jnp.zeros(shape, dtype))
 
 
+@pytest.mark.parametrize("family", SIZES)
+def test_an_empty_batch_has_empty_results(family):
+    out = jax.eval_shape(functools.partial(make(family), with_maps=True), jnp.zeros((0, 8, 8, 1)))
+    assert out[0].shape == (0, 4)
+
+
 @pytest.mark.parametrize(("family", "changes"), [("vit", dict(positions="rope")), ("swin", {})])
 def test_flax_can_tabulate_the_layers(family, changes):
     # `nnx.tabulate` traces the arrays that one module passes to another.

@@ -75,6 +75,37 @@ def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing(state_dic
     assert_equal(to_timm(model), before)
 
 
+REPLACED = {
+    "LoRA": lambda head: nnx.LoRA(16, 2, 5, base_module=head, rngs=nnx.Rngs(0)),
+    "two layers": lambda head: nnx.Sequential(head, nnx.relu),
+}
+
+
+@pytest.mark.parametrize("kind", REPLACED)
+def test_a_replaced_head_is_named_by_conversions_and_kept_by_selection(kind):
+    weights = to_timm(make_timm(**CASES["mean"]))
+    student = make_timm(**CASES["mean"], seed=1)
+    student.head = REPLACED[kind](student.head)
+    for convert in (to_timm, lambda model: from_timm(model, weights)):
+        with pytest.raises(InputError, match=r"^model: head/kernel=None .* timm's head\.weight"):
+            convert(student)
+    found = select_weights(weights, student)
+    assert_equal(nnx.state(found.head), nnx.state(student.head))
+    np.testing.assert_array_equal(found.norm.scale[...], weights["fc_norm.weight"])
+
+
+def test_added_layers_keep_their_values_and_are_not_dropped():
+    weights = to_timm(make_timm(**CASES["mean"]))
+    model = make_timm(**CASES["mean"], seed=1)
+    model.dropout = nnx.Dropout(0.1, rngs=nnx.Rngs(0))  # its random state is not a weight
+    from_timm(model, weights)
+    assert_equal(to_timm(model), weights)
+    model.adapter = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    from_timm(model, weights)
+    with pytest.raises(InputError, match=r"^model: adapter/bias=.* must be left out"):
+        to_timm(model)
+
+
 def test_fixed_positions_are_timms_pos_embed():
     model = make_timm(positions="sincos", image_size=8)
     state_dict = to_timm(model)

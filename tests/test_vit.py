@@ -113,7 +113,7 @@ def test_attention_init_is_asked_once_and_put_in_place(pool, num_prefix):
     def init(rng, site):
         calls.append(site)
         shape = (site.num_layers, site.width, site.num_heads, site.head_dim)
-        positions = jnp.full((site.num_tokens, site.width), 3.0)
+        positions = jnp.full((site.num_tokens, site.width), 3.0, jnp.float32)
         return AttentionWeights(jnp.full(shape, 2.0), positions=positions, position_scale=18.0)
 
     options = dict(pool=pool, positions="learned")
@@ -128,3 +128,7 @@ def test_attention_init_is_asked_once_and_put_in_place(pool, num_prefix):
     # A class token's own position is scaled too.
     expected = np.concatenate([own.positions[...][:num_prefix], np.full((16, 16), 3.0)])
     np.testing.assert_allclose(model.positions[...], 18 * expected, rtol=1e-6)
+    half = jax.tree.map(lambda array: array.astype(jnp.bfloat16), own)
+    half.initialize_attention(init, jax.random.key(0))
+    assert half.positions.dtype == jnp.bfloat16
+    np.testing.assert_allclose(half.positions[...].astype(float), 18 * expected, rtol=1e-2)

@@ -165,7 +165,8 @@ class Model(nnx.Module):
             check_shape("positions", weights.positions, (site.num_tokens, site.width))
             # The position of a class token comes first and is kept.
             image_tokens = self.positions[...].at[-site.num_tokens :]
-            self.positions[...] = image_tokens.set(weights.positions)
+            new = jnp.asarray(weights.positions, self.positions.dtype)
+            self.positions[...] = image_tokens.set(new)
         if weights.position_scale is not None:
             self.positions[...] = weights.position_scale * self.positions[...]
         if weights.patch_bias is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # so that signatures show the names of checked types
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -32,8 +33,8 @@ _BASE = _SMALL | dict(width=128, num_heads=(4, 8, 16, 32))
 class SwinTransformer(Model):
     """Patch embedding, stages of windowed attention separated by patch merging, pooling and head.
 
-    As in timm, images can have any size: grids are zero-padded to whole windows, and to even sides
-    before merging; partial patches are dropped. Meshes with explicit axes are not supported.
+    As in timm, `image_size` can be any size: grids are zero-padded to whole windows, and to even
+    sides before merging; partial patches are dropped. Meshes with explicit axes are not supported.
 
     >>> sizes = dict(image_size=32, width=16, depths=(2, 1), num_heads=(2, 4), window_size=4)
     >>> options = dict(channels=3, num_classes=10, rngs=nnx.Rngs(0))
@@ -217,7 +218,8 @@ class SwinBlock(Block):
         bias = self._bias(tuple(grid), shift, batch)
         y, maps = self.attention(tokens, bias=bias, with_maps=with_maps)
         y = jnp.roll(unpartition(y, self.window, tuple(grid)), shift, axis=(1, 2))
-        return y, {name: m.reshape(batch, -1, *m.shape[1:]) for name, m in maps.items()}
+        windows = math.prod(-(-side // size) for side, size in zip(grid, self.window, strict=True))
+        return y, {name: m.reshape(batch, windows, *m.shape[1:]) for name, m in maps.items()}
 
     def _bias(self, grid, shift, batch):
         """Returns the logit bias [1, h, n, n], or [B W, h, n, n] if it includes a shift's mask."""

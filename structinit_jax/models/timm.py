@@ -10,7 +10,7 @@ channels d as separate axes: query, key and value [D, h, d], output projection [
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,10 +40,15 @@ PLACES = {
 def to_timm(model: nnx.Module) -> dict[str, np.ndarray]:
     """Returns all weights and running statistics of a model as timm's state dict.
 
-    Raises `InputError` for your own model classes, which timm does not know.
+    Raises `InputError` for your own model classes and layers, which timm does not know.
     """
     entries = _entries(model)
-    ours = {path: np.asarray(array) for path, array in _arrays_by_path(model).items()}
+    arrays = _arrays_by_path(model, entries)
+    known = {path for entry in entries for path in entry.paths}
+    needs = "left out: timm's model has no such array; nnx.state(model) holds all arrays"
+    for path, array in arrays.items():
+        require(f"model: {path}", array, needs, path in known)
+    ours = {path: np.asarray(array) for path, array in arrays.items()}
     weights = {e.name: np.ascontiguousarray(np.concatenate(e.views(ours))) for e in entries}
     return weights | _computed(model)
 
@@ -52,7 +57,8 @@ def from_timm(model: nnx.Module, state_dict: StateDict) -> None:
     """Loads timm's weights into a model of the same architecture, in place.
 
     Names and shapes do not show all of the architecture, such as another pooling or activation.
-    The model can be abstract, as `nnx.eval_shape` returns it, which avoids drawing initial weights.
+    Arrays that timm's model does not have, such as those of adapters, keep their values. The model
+    can be abstract, as `nnx.eval_shape` returns it, which avoids drawing initial weights.
     Name prefixes of torch's DataParallel and `torch.compile` are removed. Raises `InputError` and
     leaves the model unchanged if an entry is missing, unexpected, or of another shape.
 
@@ -62,31 +68,13 @@ def from_timm(model: nnx.Module, state_dict: StateDict) -> None:
     >>> si.from_timm(model, si.to_timm(other))  # or the state_dict() of a timm model
     """
     entries = _entries(model)
-    old = _arrays_by_path(model)
-    ours = {path: np.zeros(array.shape, array.dtype) for path, array in old.items()}
     weights = _read_names(state_dict)
     computed = _computed(model)
     names = {entry.name for entry in entries} | computed.keys()
     _check_names(missing=names - weights.keys(), unexpected=weights.keys() - names)
     if "pos_embed" in computed:
         _check_sincos(np.asarray(weights["pos_embed"]), model)
-    for entry in entries:
-        tensor = np.asarray(weights[entry.name])
-        views = entry.views(ours)
-        shape = (sum(map(len, views)), *views[0].shape[1:])
-        needs = (
-            f"of the model's shape, {shape}: create a model that fits these weights, or use "
-            "select_weights, which keeps the model's head and resamples the positions"
-        )
-        require(f"state_dict[{entry.name!r}]", tensor, needs, tensor.shape == shape)
-        for view, part in zip(views, np.split(tensor, len(views)), strict=True):
-            view[...] = part
-    new = {path: like(array, old[path]) for path, array in ours.items()}
-    nnx.update(model, traverse_util.unflatten_dict(new, sep="/"))
-
-
-def _arrays_by_path(model: nnx.Module) -> dict[str, Any]:
-    return traverse_util.flatten_dict(nnx.to_pure_dict(nnx.state(model)), sep="/")
+    _write(model, entries, weights)
 
 
 def _read_names(state_dict: StateDict) -> dict[str, Any]:
@@ -134,6 +122,48 @@ class Entry(NamedTuple):
         if self.layer is not None:
             arrays = [array[self.layer] for array in arrays]
         return [self.view(array) for array in arrays]
+
+    def shape(self, ours: Mapping[str, np.ndarray]) -> tuple[int, ...]:
+        """Returns timm's shape of the tensor."""
+        views = self.views(ours)
+        return (sum(map(len, views)), *views[0].shape[1:])
+
+
+def _arrays_by_path(model: nnx.Module, entries: Sequence[Entry]) -> dict[str, Any]:
+    """Returns all arrays of a model; raises `InputError` if it lacks one that the entries name."""
+    state = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngState)))
+    flat = traverse_util.flatten_dict(state)
+    arrays = {"/".join(map(str, path)): array for path, array in flat.items()}
+    for entry in entries:
+        needs = f"an array, as in a new model: timm's {entry.name}"
+        for path in entry.paths:
+            require(f"model: {path}", arrays.get(path), needs, path in arrays)
+    return arrays
+
+
+def _empty(arrays: Mapping[str, Any], entries: Sequence[Entry]) -> dict[str, np.ndarray]:
+    """Returns zeros of the shapes and types of the arrays that the entries name."""
+    paths = {path for entry in entries for path in entry.paths}
+    return {path: np.zeros(arrays[path].shape, arrays[path].dtype) for path in paths}
+
+
+def _write(model: nnx.Module, entries: Sequence[Entry], weights: StateDict) -> None:
+    """Writes the entries into a model; raises `InputError` if a weight has another shape."""
+    old = _arrays_by_path(model, entries)
+    ours = _empty(old, entries)
+    for entry in entries:
+        tensor = np.asarray(weights[entry.name])
+        views = entry.views(ours)
+        shape = entry.shape(ours)
+        needs = (
+            f"of the model's shape, {shape}: create a model that fits these weights, or use "
+            "select_weights, which keeps the model's head and resamples the positions"
+        )
+        require(f"state_dict[{entry.name!r}]", tensor, needs, tensor.shape == shape)
+        for view, part in zip(views, np.split(tensor, len(views)), strict=True):
+            view[...] = part
+    new = {path: like(array, old[path]) for path, array in ours.items()}
+    nnx.update(model, traverse_util.unflatten_dict(new, sep="/"))
 
 
 def _dense(kernel):  # [in, *out] -> [out, in]
@@ -338,25 +368,22 @@ def select_weights(teacher: StateDict, student: nnx.Module) -> nnx.Module:
     Raises:
       InputError: The student is larger than the teacher or of another family.
     """
-    own = to_timm(student)
-    small = {name: array for name, array in own.items() if not name.startswith("head.")}
+    entries = [entry for entry in _entries(student) if not entry.name.startswith("head.")]
+    computed = _computed(student)
+    names = {entry.name for entry in entries} | computed.keys()
     read = _read_names(teacher)
     large = {name: array for name, array in read.items() if not name.startswith("head.")}
-    layers = {_without_numbers(name) for name in small}  # the teacher can have more layers
+    layers = {_without_numbers(name) for name in names}  # the teacher can have more layers
     unexpected = {name for name in large if _without_numbers(name) not in layers}
-    _check_names(missing=small.keys() - large.keys(), unexpected=unexpected)
-    computed = _computed(student)
+    _check_names(missing=names - large.keys(), unexpected=unexpected)
     if "pos_embed" in computed:
         _check_sincos(np.asarray(large["pos_embed"]), student)
     elif "pos_embed" in large:
         large["pos_embed"] = _fit_positions(large["pos_embed"], student)
-    selected = {
-        name: _select(name, np.asarray(large[name]), small[name].shape)
-        for name in small
-        if name not in computed
-    }
+    small = _empty(_arrays_by_path(student, entries), entries)
+    selected = {e.name: _select(e.name, np.asarray(large[e.name]), e.shape(small)) for e in entries}
     model = nnx.clone(student)
-    from_timm(model, own | selected)
+    _write(model, entries, selected)
     return model
 
 
