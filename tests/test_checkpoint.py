@@ -136,7 +136,8 @@ def test_a_damaged_checkpoint_is_skipped_and_overwritten(directory, damage, name
     damage(directory / "12" / name)
     assert checkpoint.find_step(directory) == 8  # only reads
     note = re.escape(f"note: skipping checkpoint {directory / '12'}: ")
-    assert re.search(f"{note}.*{name}", capsys.readouterr().out)
+    assert re.search(f"{note}.*{name}", (said := capsys.readouterr().out))
+    assert ("not finished" in said) == ((name, damage) == ("run.json", Path.unlink))
     with opened(directory) as checkpoints:
         assert checkpoints.latest_step == 8
         assert_restores(directory, 8)

@@ -77,7 +77,9 @@ def intact_runs(folders: Iterable[epath.Path]) -> Iterator[tuple[int, dict[str, 
         except OtherVersionError:
             raise
         except (OSError, InputError) as error:  # for missing files and for damaged ones
-            print(f"note: skipping checkpoint {folder}: {error}")
+            finished = (folder / RUN_FILE).exists()
+            reason = error if finished else f"not finished (no {RUN_FILE})"
+            print(f"note: skipping checkpoint {folder}: {reason}")
 
 
 def read_run(folder: epath.Path) -> dict[str, Any]:
