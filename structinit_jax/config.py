@@ -381,15 +381,15 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
     path = open_path(workdir) / "config.json"
     try:
         # ConfigDict refuses keys with dots, which flatten_dict would confuse with nested fields.
-        fields = ConfigDict(read_json(path))
+        fields = ConfigDict(_with_tuples(read_json(path)))
         values = flatten_dict(fields.to_dict(), sep=".")
         code = own_code(fields)
         if trust or not code:
             config = base_config(fields.model.name)
             # Options depend on the scheme, so the default scheme's are not kept.
-            config.attention_init = _with_tuples(fields.attention_init)
+            config.attention_init = fields.attention_init.to_dict()
             if is_reference(config.model.name):  # Its arguments can be of any type, and required.
-                config.model = config.model.to_dict() | _with_tuples(fields.model)
+                config.model = config.model.to_dict() | fields.model.to_dict()
             known = flatten_dict(config.to_dict(), sep=".")
             config.update_from_flattened_dict({k: v for k, v in values.items() if k in known})
             config.attention_init = _without_defaults(config.attention_init.to_dict())
@@ -420,7 +420,8 @@ def _without_defaults(section: dict[str, Any]) -> dict[str, Any]:
     return {k: value for k, value in section.items() if k not in defaults or value != defaults[k]}
 
 
-def _with_tuples(section: ConfigDict) -> dict[str, Any]:
-    """Returns the fields of a section that was read from JSON, with tuples for lists."""
-    fields = section.to_dict()
-    return {k: tuple(value) if isinstance(value, list) else value for k, value in fields.items()}
+def _with_tuples(value: Any) -> Any:
+    """Returns a value that was read from JSON, with tuples for lists."""
+    if isinstance(value, dict):
+        return {key: _with_tuples(item) for key, item in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value

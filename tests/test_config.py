@@ -241,7 +241,7 @@ def test_a_run_of_an_earlier_version_is_read_without_the_fields_that_are_gone(tm
 
 def test_required_arguments_of_a_model_of_the_users_own_are_read(tmp_path, capsys):
     config = config_lib.base_config(f"{__name__}:Required")
-    config.model.update(num_classes=3, depth=5, sizes=(2, 3), options={"scale": 0.5})
+    config.model.update(num_classes=3, depth=5, sizes=((2, 3), (4,)), options={"scales": (0.5, 1)})
     (tmp_path / "config.json").write_text(config.to_json())
     read = config_lib.load_run_config(tmp_path, trust=True)
     assert read.model.to_dict() == config.model.to_dict()

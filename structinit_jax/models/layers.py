@@ -207,12 +207,18 @@ class Mlp(nnx.Module):
 
 
 class StackedBlock(nnx.Module):
-    """Base class of blocks to be stacked by `model.make_stack`.
+    """Base class of blocks to be stacked by `model.make_stack`, which sets `is_stack`.
 
     A trainer can set two functions for a stack that runs on several devices. `model.run_stack`
     calls `hook` with each block and runs the block that it returns. `on_shards` returns a function
     of an array [B, ...] that is applied to each device's part of the batch.
     """
 
+    is_stack: bool = False
     hook: Callable[[nnx.Module], nnx.Module] | None = None
     on_shards: Callable[[Callable[[Array], Array]], Callable[[Array], Array]] | None = None
+
+
+def is_stack(node: object) -> bool:
+    """Whether a node of a model is a stack of blocks, whose arrays have a leading layer axis."""
+    return isinstance(node, StackedBlock) and node.is_stack

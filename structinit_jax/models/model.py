@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from structinit_jax.attention_init import AttentionInit, AttentionWeights, Site, Weights
 from structinit_jax.attention_init.sites import check_shape, draw_stacks
 from structinit_jax.errors import Check, PositiveInt
-from structinit_jax.models.layers import RESIDUAL, Rng, StackedBlock, set_weight
+from structinit_jax.models.layers import RESIDUAL, Rng, StackedBlock, is_stack, set_weight
 
 _KEEP_LINEAR = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 _KEEP_NAMED = jax.checkpoint_policies.save_only_these_names(RESIDUAL)
@@ -97,10 +97,15 @@ class Model(nnx.Module):
     def default_config(cls) -> dict[str, Any]:
         """Returns the fields of `config.model`: the constructor's arguments that have a default.
 
+        If it takes further keyword arguments, those of its base class are included.
         `attention_init` is not included because it has its own section in the config.
         """
-        parameters = inspect.signature(cls.__init__).parameters
-        fields = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+        fields: dict[str, Any] = {}
+        for owner in cls.__mro__:
+            parameters = inspect.signature(owner.__init__).parameters.values()
+            fields = {p.name: p.default for p in parameters if p.default is not p.empty} | fields
+            if all(p.kind is not p.VAR_KEYWORD for p in parameters):
+                break
         fields.pop("attention_init", None)
         return fields
 
@@ -133,7 +138,7 @@ class Model(nnx.Module):
 
         All arrays below these paths, and no others, have a leading layer axis.
         """
-        paths = [path for path, node in nnx.iter_graph(self) if isinstance(node, StackedBlock)]
+        paths = [path for path, node in nnx.iter_graph(self) if is_stack(node)]
         return tuple("/".join(map(str, path)) for path in paths)
 
     def decays(self, path: Sequence[str | int]) -> bool:
@@ -173,8 +178,8 @@ class Model(nnx.Module):
             set_weight(self.patch_embedding.bias, "patch_bias", weights.patch_bias)
 
 
-class _RngStream(nnx.RngStream):
-    """An `nnx.RngStream` that counts its keys in Python.
+class InitStream(nnx.RngStream):
+    """An `nnx.RngStream` for the creation of a model, which counts its keys in Python.
 
     Flax 0.12.8 counts them in an array. When JAX traces the creation of a model, every key then
     looks up an attribute that tracers lack, for which JAX formats the traced program: most of the
@@ -184,22 +189,35 @@ class _RngStream(nnx.RngStream):
     num_keys: int = 0
 
     def __call__(self) -> PRNGKeyArray:
+        """Returns the next key."""
         rng = jax.random.fold_in(self.key[...], self.num_keys)
         self.num_keys += 1
         return rng
+
+    # Streams that modules keep, such as those of `nnx.Dropout`, must count from step to step.
+
+    def fork(self, *, split: int | tuple[int, ...] | None = None) -> nnx.RngStream:
+        """Returns a stream of the next key, or of as many keys as `split` says."""
+        return nnx.RngStream(self(), tag=self.tag) if split is None else self.split(split)
+
+    def split(self, k: int | tuple[int, ...]) -> nnx.RngStream:
+        """Returns a stream of k keys."""
+        return nnx.RngStream(jax.random.split(self(), k), tag=self.tag)
 
 
 def make_rngs(rng: PRNGKeyArray) -> nnx.Rngs:
     """Returns `nnx.Rngs(rng)`, but faster to trace with Flax 0.12.8."""
     rngs = nnx.Rngs(rng)
-    rngs.default = _RngStream(rng, tag="default")
+    rngs.default = InitStream(rng, tag="default")
     return rngs
 
 
 def make_stack(block: type[StackedBlock], depth: int, *, rngs: nnx.Rngs, **options) -> StackedBlock:
     """Returns `depth` blocks, each made by `block(**options, rngs=...)`, as one module."""
     layer_rngs = jax.random.split(rngs.params(), depth)
-    return jax.vmap(lambda rng: block(**options, rngs=make_rngs(rng)))(layer_rngs)
+    blocks = jax.vmap(lambda rng: block(**options, rngs=make_rngs(rng)))(layer_rngs)
+    blocks.is_stack = True
+    return blocks
 
 
 def run_stack(
@@ -219,7 +237,7 @@ def run_stack(
     scanned on CUDA devices too, which bounds memory.
 
     A block is called as `block(x, drop_path_rate=..., rng=..., **options) -> (x, intermediates)`,
-    with a rate of None if all are zero. It can update its `nnx.BatchStat` variables in training.
+    with a rate of None if all are zero. In training, it can update variables, except `nnx.Param`s.
     `cycle` holds static arguments of successive blocks and repeats along the stack; a step of the
     scan runs one cycle. The returned intermediates have a leading layer axis.
 
@@ -241,8 +259,8 @@ def run_stack(
             if blocks.hook is not None:
                 block = blocks.hook(block)
             x, out = block(x, drop_path_rate=rate, rng=block_rng, **static, **options)
-            # The scan passes a copy of each block, so updated statistics are returned.
-            outs.append((out, nnx.state(block, nnx.BatchStat)))
+            # The scan passes a copy of each block, so what it may have updated is returned.
+            outs.append((out, nnx.state(block, nnx.Not(nnx.Param))))
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
 
     policy = REMAT_POLICIES[remat]
@@ -275,9 +293,9 @@ def run_stack(
         rest = jax.tree.map(lambda leaf: leaf[whole:], layers)
         x, last = run_cycle(x, rest, cycle[: depth - whole])
         outs = jax.tree.map(lambda *parts: jnp.concatenate(parts), outs, last)
-    out, statistics = outs
+    out, variables = outs
     if rng is not None:
-        nnx.update(blocks, statistics)
+        nnx.update(blocks, variables)
     return x, out
 
 

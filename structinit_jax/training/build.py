@@ -202,7 +202,7 @@ def make_model(config: ConfigDict, mesh: Mesh) -> AbstractModel:
 
 def make_optimizer(
     config: ConfigDict, learning_rate: optax.Schedule, model: AbstractModel
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Returns the optimizer that `config.optimizer` names.
 
     A custom optimizer, 'module:function', is called with `learning_rate` and with the fields of the
@@ -210,7 +210,7 @@ def make_optimizer(
     the model's stacks as lists of layers.
     """
     if config.optimizer == "adamw":
-        return optimizer_lib.adamw(
+        optimizer = optimizer_lib.adamw(
             learning_rate,
             weight_decay=config.weight_decay,
             adam_b2=config.adam_b2,
@@ -218,12 +218,14 @@ def make_optimizer(
             clip_norm=config.clip_norm,
             decayed=model.decayed,
         )
+        return optax.with_extra_args_support(optimizer)
     make = find(config.optimizer, {"adamw": optimizer_lib.adamw}, "config.optimizer")
     parameters = inspect.signature(make).parameters
     needs = "a function with the parameter learning_rate"
     require("config.optimizer", config.optimizer, needs, "learning_rate" in parameters)
     options = {name: value for name, value in config.items() if name in parameters}
     optimizer = make(**options | {"learning_rate": learning_rate})
+    optimizer = optax.with_extra_args_support(optimizer)
     return optimizer_lib.by_layer(optimizer, model.stacks)
 
 

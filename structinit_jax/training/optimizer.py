@@ -116,8 +116,8 @@ def adamw(
 
 
 def by_layer(
-    optimizer: optax.GradientTransformation, stacks: Sequence[str]
-) -> optax.GradientTransformation:
+    optimizer: optax.GradientTransformationExtraArgs, stacks: Sequence[str]
+) -> optax.GradientTransformationExtraArgs:
     """Passes each of the model's stacks to an optimizer as a list of layers.
 
     Optimizers such as Muon, LAMB and Adafactor assume that an array holds the weights of a single
@@ -142,9 +142,9 @@ def by_layer(
     def init(params):
         return optimizer.init(change(split, params))
 
-    def update(updates, state, params=None):
+    def update(updates, state, params=None, **extra):
         arguments = change(split, updates), state, change(split, params)
-        updates, state = optimizer.update(*arguments)
+        updates, state = optimizer.update(*arguments, **extra)
         return change(join, updates), state
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)

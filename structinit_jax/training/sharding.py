@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from structinit_jax.errors import require
-from structinit_jax.models.layers import StackedBlock
+from structinit_jax.models.layers import is_stack
 
 FSDP_AXIS = "fsdp"  # axis of the mesh over which weights are sharded
 # Smaller arrays (norms, biases, the class token) are not worth an all-gather.
@@ -128,7 +128,7 @@ def place_stacks(model: nnx.Module, mesh: Mesh) -> None:
     on_shards = functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
     gather = functools.partial(jax.tree.map, functools.partial(_gather, mesh=mesh))
     for _, node in nnx.iter_graph(model):
-        if isinstance(node, StackedBlock):
+        if is_stack(node):
             if mesh.size > 1:
                 node.on_shards = on_shards
             if mesh.shape[FSDP_AXIS] > 1:

@@ -28,7 +28,7 @@ MAX_IN_FLIGHT = 2
 def make_train_step(
     config: ConfigDict,
     model: AbstractModel,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformationExtraArgs,
     learning_rate: optax.Schedule,
 ) -> Callable[[TrainState, Batch, ArrayLike], tuple[TrainState, Metrics]]:
     """Builds the training step, `(state, batch, seed) -> (state, metrics)`.
@@ -56,7 +56,8 @@ def make_train_step(
         params = sharding.gather_outside_stacks(state.params, mesh, model.stacks)
         result = value_and_grad(params, state.model_state, batch, rng)
         (loss, (accuracy, model_state)), grads = result
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        # Some optimizers need the loss, such as `optax.contrib.reduce_on_plateau`.
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, value=loss)
         params = optax.apply_updates(state.params, updates)
         metrics = {
             "loss": loss,
@@ -86,7 +87,11 @@ def _make_value_and_grad(graphdef, loss):
     def loss_fn(params, model_state, batch, rng):
         images, targets = batch
         model = nnx.merge(graphdef, params, model_state)
-        logits, _ = model(images, rng=rng)
+        out = model(images, rng=rng)
+        needs = "(logits, intermediates); without intermediates, return logits, {}"
+        is_pair = isinstance(out, tuple) and len(out) == 2
+        require("config.model: the result of __call__", type(out), needs, is_pair)
+        logits, _ = out
         needs = f"{targets.shape}, one logit per class"
         require("config.model: logits.shape", logits.shape, needs, logits.shape == targets.shape)
         accuracy = jnp.mean(logits.argmax(-1) == targets.argmax(-1))
