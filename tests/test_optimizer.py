@@ -67,6 +67,11 @@ def make_optimizer(learning_rate, decayed=None, stacks=(), **fields):
 def test_a_function_that_takes_no_learning_rate_is_refused():
     with pytest.raises(InputError, match=r"^config\.optimizer='optax:l2_loss' must be a function"):
         make_optimizer(lambda step: 0.1, optimizer="optax:l2_loss")
+    with pytest.raises(InputError, match=r"=.* must be a function that returns an opt"):
+        make_optimizer(lambda step: 0.1, optimizer=f"{__name__}:returns_nothing")
+
+
+def returns_nothing(learning_rate): ...
 
 
 def test_updates_are_clipped_adamw(library_promotion):

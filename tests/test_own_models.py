@@ -9,6 +9,7 @@ from conftest import make_batch, set_up
 from flax import nnx
 
 from structinit_jax import VisionTransformer
+from structinit_jax.analysis import collect
 from structinit_jax.errors import InputError
 from structinit_jax.models.layers import StackedBlock
 from structinit_jax.models.model import Model, make_stack, run_stack
@@ -148,6 +149,18 @@ def test_what_does_not_train_is_named(config, name, message):
 class WithRegisters(VisionTransformer):
     def __init__(self, *, registers=4, patch_size=2, **options):
         super().__init__(patch_size=patch_size, **options)
+
+
+class Silent(VisionTransformer):
+    def __call__(self, images, **options):
+        return super().__call__(images, **options)[0], {}
+
+
+def test_an_analysis_names_the_intermediates_that_it_lacks(config):
+    config.model = dict(name=f"{__name__}:Silent", num_classes=10, patch_size=4, num_heads=2)
+    config.model.update(width=16, depth=1)
+    with pytest.raises(InputError, match=r"^intermediates of the model=\[\] must be .* for blocks"):
+        collect.observe_start(config, np.zeros((8, 8, 8, 1), np.uint8))
 
 
 def test_a_subclass_has_the_fields_that_it_passes_on():

@@ -40,6 +40,10 @@ def mean_loss(logits, targets):
     return -jnp.mean(targets * jax.nn.log_softmax(logits))
 
 
+def loss_and_more(logits, targets):
+    return -jnp.sum(targets * jax.nn.log_softmax(logits), axis=-1), {}
+
+
 class OneLogit(Model):
     """A model whose logits would be broadcast to all classes."""
 
@@ -54,6 +58,7 @@ class OneLogit(Model):
     ("field", "value", "message"),
     [
         ("loss", "test_step:mean_loss", ""),
+        ("loss", "test_step:loss_and_more", ""),
         (
             "model",
             dict(name="test_step:OneLogit", num_classes=10),

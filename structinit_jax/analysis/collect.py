@@ -161,11 +161,15 @@ def _observe_batch(config, graphdef, targets, weights, images):
     with_attention = not any(isinstance(site, ConvSite) for site in sites.values())
     images = normalize(images, data.mean, data.std)
     out = model(images, with_maps=with_attention)[1]
+    observed = out.get("stages", [out])
+    fits = len(observed) == len(sites) and all("blocks" in stage for stage in observed)
+    needs = f"the intermediates that Model.__call__ describes, for {', '.join(sites)}"
+    require("intermediates of the model", [*out], needs, fits and (with_attention or "stem" in out))
     if not with_attention:  # A ConvMixer's layers are measured at their inputs.
         inputs = jnp.concatenate([out["stem"][None], out["blocks"]["output"][:-1]])
         return [{"tokens": _tokens(inputs)}]
     stages = []
-    for stage, (name, site) in zip(out.get("stages", [out]), sites.items(), strict=True):
+    for stage, (name, site) in zip(observed, sites.items(), strict=True):
         output = stage["blocks"]["output"]
         if output.ndim == 4:  # The shape is [L, B, N, D]; class and register tokens come first.
             output = output[:, :, -site.num_tokens :]

@@ -129,7 +129,8 @@ class Model(nnx.Module):
         key for drop path in training, None in evaluation; `model.train()` has no effect.
         `with_maps` adds attention maps, whose memory grows with the square of the number of tokens.
         Analysis of a stack requires 'output' and 'attention_maps', with a layer axis, in the
-        intermediate 'blocks'.
+        intermediate 'blocks'; if there are several stacks, 'stages' has a dict with 'blocks' for
+        each, in the order of `sites`.
         """
         raise NotImplementedError
 

@@ -225,6 +225,9 @@ def make_optimizer(
     require("config.optimizer", config.optimizer, needs, "learning_rate" in parameters)
     options = {name: value for name, value in config.items() if name in parameters}
     optimizer = make(**options | {"learning_rate": learning_rate})
+    needs = "a function that returns an optax transformation"
+    fits = hasattr(optimizer, "init") and hasattr(optimizer, "update")
+    require("config.optimizer", config.optimizer, needs, fits)
     optimizer = optax.with_extra_args_support(optimizer)
     return optimizer_lib.by_layer(optimizer, model.stacks)
 

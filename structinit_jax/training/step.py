@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from jaxtyping import ArrayLike
@@ -96,7 +95,7 @@ def _make_value_and_grad(graphdef, loss):
         require("config.model: logits.shape", logits.shape, needs, logits.shape == targets.shape)
         accuracy = jnp.mean(logits.argmax(-1) == targets.argmax(-1))
         losses = loss(logits, targets)
-        shape = np.shape(losses)
+        shape = getattr(losses, "shape", None)
         needs = f"{logits.shape[:1]}, one loss per example"
         require("config.loss(logits, targets).shape", shape, needs, shape == logits.shape[:1])
         return jnp.mean(losses), (accuracy, split_model(model)[2])
