@@ -165,7 +165,7 @@ def _find_rows(old, new):
         baselines = {name: facts["baseline"] for name, facts in old.items()}
         kept = {name: value for name, value in baselines.items() if value is not None}
     baselines = find_baselines(configs) | kept
-    names = {*new, *configs} - (kept.keys() - new.keys())
+    names = [name for name in configs if name in new or name not in kept]
     return {name: {"baseline": baselines[name], "published": "", "note": ""} for name in names}
 
 

@@ -141,7 +141,7 @@ def _arrays_by_path(model: nnx.Module, entries: Sequence[Entry]) -> dict[str, An
     return arrays
 
 
-def _empty(arrays: Mapping[str, Any], entries: Sequence[Entry]) -> dict[str, np.ndarray]:
+def _zeros(arrays: Mapping[str, Any], entries: Sequence[Entry]) -> dict[str, np.ndarray]:
     """Returns zeros of the shapes and types of the arrays that the entries name."""
     paths = {path for entry in entries for path in entry.paths}
     return {path: np.zeros(arrays[path].shape, arrays[path].dtype) for path in paths}
@@ -150,7 +150,7 @@ def _empty(arrays: Mapping[str, Any], entries: Sequence[Entry]) -> dict[str, np.
 def _write(model: nnx.Module, entries: Sequence[Entry], weights: StateDict) -> None:
     """Writes the entries into a model; raises `InputError` if a weight has another shape."""
     old = _arrays_by_path(model, entries)
-    ours = _empty(old, entries)
+    ours = _zeros(old, entries)
     for entry in entries:
         tensor = np.asarray(weights[entry.name])
         views = entry.views(ours)
@@ -380,7 +380,7 @@ def select_weights(teacher: StateDict, student: nnx.Module) -> nnx.Module:
         _check_sincos(np.asarray(large["pos_embed"]), student)
     elif "pos_embed" in large:
         large["pos_embed"] = _fit_positions(large["pos_embed"], student)
-    small = _empty(_arrays_by_path(student, entries), entries)
+    small = _zeros(_arrays_by_path(student, entries), entries)
     selected = {e.name: _select(e.name, np.asarray(large[e.name]), e.shape(small)) for e in entries}
     model = nnx.clone(student)
     _write(model, entries, selected)

@@ -210,7 +210,7 @@ def make_optimizer(
     the model's stacks as lists of layers.
     """
     if config.optimizer == "adamw":
-        optimizer = optimizer_lib.adamw(
+        return optimizer_lib.adamw(
             learning_rate,
             weight_decay=config.weight_decay,
             adam_b2=config.adam_b2,
@@ -218,7 +218,6 @@ def make_optimizer(
             clip_norm=config.clip_norm,
             decayed=model.decayed,
         )
-        return optax.with_extra_args_support(optimizer)
     make = find(config.optimizer, {"adamw": optimizer_lib.adamw}, "config.optimizer")
     parameters = inspect.signature(make).parameters
     needs = "a function with the parameter learning_rate"
@@ -228,7 +227,6 @@ def make_optimizer(
     needs = "a function that returns an optax transformation"
     fits = hasattr(optimizer, "init") and hasattr(optimizer, "update")
     require("config.optimizer", config.optimizer, needs, fits)
-    optimizer = optax.with_extra_args_support(optimizer)
     return optimizer_lib.by_layer(optimizer, model.stacks)
 
 

@@ -97,7 +97,7 @@ def adamw(
     adam_epsilon: float,
     clip_norm: float,
     decayed: Any,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """AdamW (Loshchilov & Hutter 2019) as used in ViT recipes.
 
     Gradients are clipped by their global norm, and weight decay applies to the parameters that the
@@ -116,13 +116,14 @@ def adamw(
 
 
 def by_layer(
-    optimizer: optax.GradientTransformationExtraArgs, stacks: Sequence[str]
+    optimizer: optax.GradientTransformation, stacks: Sequence[str]
 ) -> optax.GradientTransformationExtraArgs:
     """Passes each of the model's stacks to an optimizer as a list of layers.
 
     Optimizers such as Muon, LAMB and Adafactor assume that an array holds the weights of a single
     layer. The optimizer is not vmapped over layers because some compute norms over all parameters.
     """
+    optimizer = optax.with_extra_args_support(optimizer)
 
     def split(stack):
         leaves, structure = jax.tree.flatten(stack)

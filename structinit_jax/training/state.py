@@ -88,14 +88,13 @@ def abstract_model(
     sharding.place_stacks(model, mesh)
     stacks = model.stacks()
     graphdef, params, model_state = split_model(model)
-    for path, leaf in jax.tree_util.tree_leaves_with_path((params, model_state)):
-        name = jax.tree_util.keystr(path[1:], simple=True, separator="/")
-        require(f"model: {name}", leaf, "not empty: checkpoints hold no empty arrays", leaf.size)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        needs = "of a floating-point type, as it is trained: make it an nnx.Variable"
-        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-        require(f"model: {name}", leaf, needs, is_float)
+    for tree, is_trained in ((params, True), (model_state, False)):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            name = f"model: {jax.tree_util.keystr(path, simple=True, separator='/')}"
+            require(name, leaf, "not empty: checkpoints hold no empty arrays", leaf.size)
+            needs = "of a floating-point type, as it is trained: make it an nnx.Variable"
+            is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+            require(name, leaf, needs, is_float or not is_trained)
     decayed = jax.tree_util.tree_map_with_path(
         lambda path, _: model.decays([key.key for key in path]), params
     )
