@@ -120,19 +120,15 @@ def base_config(model: str = "vit") -> ConfigDict:
     """
     with prefixed("config.model."):
         model_fields = models.default_config(model)
-    config = ConfigDict(_defaults(RunFields))
-    config.data = _defaults(DataFields) | {"image_size": model_fields.pop("image_size", 224)}
-    config.augment = _defaults(AugmentFields)
+    config = ConfigDict(dataclasses.asdict(RunFields()))
+    config.data = dataclasses.asdict(DataFields(image_size=model_fields.pop("image_size", 224)))
+    config.augment = dataclasses.asdict(AugmentFields())
     config.model = model_fields
     # Name of the scheme, or 'module:function', and its options.
     config.attention_init = dict(name="impulse")
     if config.model.name == "mixer":  # Others do not help; see attention_init.token_mixing.
         config.attention_init.name = "default"
     return config
-
-
-def _defaults(fields: type) -> dict[str, Any]:
-    return {field.name: field.default for field in dataclasses.fields(fields)}
 
 
 def validate(config: ConfigDict) -> None:
@@ -189,10 +185,11 @@ def validate(config: ConfigDict) -> None:
 
 def _check_section(owner: type, values: dict[str, Any], prefix: str) -> None:
     check_fields(owner, values, prefix)
-    for field in sorted(_defaults(owner).keys() - values.keys()):
-        raise InputError(
-            f"{prefix}{field} is missing: set fields with update(), which keeps others"
-        )
+    for field in dataclasses.fields(owner):
+        if field.name not in values:
+            raise InputError(
+                f"{prefix}{field.name} is missing: set fields with update(), which keeps others"
+            )
 
 
 # -- the scheme ------------------------------------------------------------------------------------
