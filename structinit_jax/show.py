@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 from structinit_jax import command_line
 from structinit_jax import config as config_lib
 from structinit_jax.command_line import FLAGS
+from structinit_jax.data.loader import HostLoader
 from structinit_jax.data.source import Dataset
 from structinit_jax.errors import printable, require
 from structinit_jax.rngs import step_rngs
@@ -42,7 +43,8 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
     last = build.make_schedule(config, len(source)).num_steps
     require("--step", step, f"at most {last}, the last step", step <= last)
     mesh = make_mesh(devices=jax.local_devices()[:1])  # A batch of any size fits one device.
-    batch = next(build.train_batches(config, source, mesh, step - 1, step, in_memory=False))
+    loader = HostLoader(source, mesh, build.make_crop(config))  # decodes only this batch
+    batch = next(build.train_batches(config, loader, step - 1, step))
     augment = jax.jit(build.make_augment(config, mesh))
     rng = jax.jit(step_rngs)(np.uint32(config.seed), step - 1)[0]
     images, targets = augment(rng, batch["image"], batch["label"])

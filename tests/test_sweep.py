@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from conftest import assert_close, set_up
 
+from structinit_jax.data.loader import make_loader
 from structinit_jax.errors import InputError
 from structinit_jax.training import build
 
@@ -43,6 +44,7 @@ def test_runs_that_train_at_once_equal_single_runs(tiny_config, caplog):
     run = set_up(tiny_config, jax.devices()[:1])
     expected = run.initialize()
     source = build.open_split(tiny_config, build.open_data(tiny_config), "train_split")
-    for batch in build.train_batches(tiny_config, source, run.model.mesh, 0, 3):
+    loader = make_loader(source, run.model.mesh, build.make_crop(tiny_config))
+    for batch in build.train_batches(tiny_config, loader, 0, 3):
         expected, _ = run.train_step(expected, batch, np.uint32(1))
     assert_close(jax.tree.map(lambda leaf: leaf[1, 3], state.params), expected.params, atol=1e-5)

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from structinit_jax import export
 from structinit_jax.data.datasets import open_dataset
-from structinit_jax.data.loader import DeviceLoader
+from structinit_jax.data.loader import DeviceLoader, make_loader
 from structinit_jax.data.source import digest
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.training import build, checkpoint, evaluation, train
@@ -92,7 +92,8 @@ def test_averaged_weights_are_resumed_evaluated_and_exported(tiny_config, tmp_pa
     # Repeats the run by hand with the config's seed.
     state = setup.initialize()
     source = build.open_split(tiny_config, build.open_data(tiny_config), "train_split")
-    for batch in build.train_batches(tiny_config, source, setup.model.mesh, 0, 12):
+    loader = make_loader(source, setup.model.mesh, build.make_crop(tiny_config))
+    for batch in build.train_batches(tiny_config, loader, 0, 12):
         state, _ = setup.train_step(state, batch, np.uint32(1))
     jax.tree.map(np.testing.assert_array_equal, resumed, jax.device_get(state))
 

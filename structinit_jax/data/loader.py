@@ -114,16 +114,14 @@ class Loader:
         return self._batches(order, range(-(-len(self) // batch_size)), batch_size)
 
 
-def make_loader(
-    source: ImageSource, mesh: Mesh, crop: CenterCrop | RandomCrop, in_memory: bool = True
-) -> Loader:
+def make_loader(source: ImageSource, mesh: Mesh, crop: CenterCrop | RandomCrop) -> Loader:
     """Makes the loader of a split; splits of at most 2 GB are kept in device memory.
 
-    With random crops, or if `in_memory` is false, no split is kept in device memory. Batches are
-    split over all axes of the mesh.
+    With random crops, no split is kept in device memory. Batches are split over all axes of the
+    mesh.
     """
     loader = HostLoader(source, mesh, crop)
-    if not in_memory or not bytes_on_device(len(source), crop, source.info.channels):
+    if not bytes_on_device(len(source), crop, source.info.channels):
         return loader
     print(f"decoding the {len(source):,} images of {source.name}", flush=True)
     (whole,) = loader.read_batches(np.arange, range(1), len(source), 0, process_count=1)

@@ -20,7 +20,7 @@ from structinit_jax import augment
 from structinit_jax.data import datasets
 from structinit_jax.data.folder import split_folders
 from structinit_jax.data.images import BadImageError, CenterCrop, RandomCrop
-from structinit_jax.data.loader import Batch, bytes_on_device, make_loader
+from structinit_jax.data.loader import Batch, Loader, bytes_on_device
 from structinit_jax.data.source import Dataset, ImageSource, check_classes, count_common
 from structinit_jax.errors import InputError, find, prefixed, require
 from structinit_jax.files import is_url
@@ -80,26 +80,16 @@ def open_splits(config: ConfigDict, dataset: Dataset) -> tuple[ImageSource, Imag
 
 
 def train_batches(
-    config: ConfigDict,
-    source: ImageSource,
-    mesh: Mesh,
-    start_step: int,
-    num_steps: int,
-    in_memory: bool = True,
+    config: ConfigDict, loader: Loader, start_step: int, num_steps: int
 ) -> Iterator[Batch]:
-    """Returns the training batches of steps `start_step` to `num_steps - 1`, counted from 0.
-
-    With `in_memory=False`, images are decoded on demand even if the split is small.
-    """
-    data = config.data
-    loader = make_loader(source, mesh, make_crop(config), in_memory)
+    """Returns the training batches of steps `start_step` to `num_steps - 1`, counted from 0."""
     return loader.train_batches(
         batch_size=config.batch_size,
         seed=config.seed,
         start_step=start_step,
         num_steps=num_steps,
-        repeats=data.repeats,
-        drop_remainder=data.drop_remainder,
+        repeats=config.data.repeats,
+        drop_remainder=config.data.drop_remainder,
     )
 
 

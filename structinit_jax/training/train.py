@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax import files
+from structinit_jax.data.loader import make_loader
 from structinit_jax.errors import StoppedError, require_function
 from structinit_jax.training import build, checkpoint, distributed, sharding
 from structinit_jax.training import state as state_lib
@@ -127,7 +128,8 @@ def train(
             log.write(0, init_metrics)
 
         # -- Batches, evaluation and compiled step -------------------------------------------------
-        stream = build.train_batches(config, train_source, mesh, start_step, schedule.num_steps)
+        loader = make_loader(train_source, mesh, build.make_crop(config))
+        stream = build.train_batches(config, loader, start_step, schedule.num_steps)
         on_exit.callback(stream.close)
         # The first batch takes longer than the others (a split in device memory compiles its
         # gather, other splits start threads), so it is made while the training step compiles.
