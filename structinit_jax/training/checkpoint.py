@@ -217,8 +217,7 @@ def restore(directory: epath.PathLike, step: int, abstract_state: TrainState) ->
             partial_restore=True,  # `expected` may lack parts
         )
         restored = handler.restore(path, args=args)
-    restored = jax.tree.map(_restore_key, restored, {part: expected[part] for part in restored})
-    return TrainState(**dict.fromkeys(TrainState._fields) | restored)
+    return abstract_state._replace(**jax.tree.map(_restore_key, restored, expected))
 
 
 # -- parts of the format ---------------------------------------------------------------------------
