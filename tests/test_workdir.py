@@ -122,6 +122,14 @@ def test_an_option_of_the_scheme_that_is_not_set_has_its_default(name, size, cap
     assert not capsys.readouterr().out
 
 
+def test_another_scheme_that_a_checkpoint_names_is_not_imported(tmp_path, monkeypatch):
+    (tmp_path / "strangers_scheme.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    run = saved(**{"attention_init.name": "strangers_scheme:scheme"})
+    with pytest.raises(InputError, match=r"name: 'strangers_scheme:scheme' -> 'impulse'"):
+        check(run)
+
+
 def test_a_run_keeps_the_options_that_a_later_version_has_other_defaults_for(tmp_path, monkeypatch):
     config = make_config(**{"attention_init.name": "mimetic"})
     record = to_fields(config)

@@ -201,9 +201,11 @@ def check_config(old: Mapping[str, Any], config: ConfigDict, level: int, place: 
     """
     # A field of a custom model or scheme can be a dict.
     flatten = functools.partial(flatten_dict, sep=".", is_leaf=lambda path, _: len(path) == 2)
-    old = flatten(to_fields(ConfigDict(old)))
     new = flatten(to_fields(config))
-    if old.get(f"{SCHEME}name") == new.get(f"{SCHEME}name"):
+    same_scheme = old["attention_init"].get("name") == config.attention_init.get("name")
+    # `to_fields` imports the scheme. Another one than the config's may be a stranger's code.
+    old = flatten(to_fields(ConfigDict(old)) if same_scheme else old)
+    if same_scheme:
         options = dict.fromkeys(field for field in old | new if field.startswith(SCHEME))
         old = options | old
         new = options | new
