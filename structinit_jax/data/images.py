@@ -281,7 +281,7 @@ class CenterCrop:
         # timm and torchvision round half to even, as Python does.
         top, left = (round((side - self.image_size) / 2) for side in (height, width))
         if min(shape) != shorter:
-            pixels = _pillow_resize(pixels, (width, height), "bicubic")
+            pixels = _by_channel(_pillow_resize, pixels, (width, height), "bicubic")
         return pixels[top : top + self.image_size, left : left + self.image_size]
 
 
@@ -360,24 +360,19 @@ def crop_and_resize(
     x = math.floor(left)
     inside = pixels[y : math.ceil(bottom), x : math.ceil(right)]
     corners = (left - x, top - y, right - x, bottom - y)
-    return _turn(_resize(inside, corners, image_size, interpolation), orientation)
+    resized = _by_channel(_resize, inside, corners, image_size, interpolation)
+    return _turn(resized, orientation)
 
 
-def _by_channel(resize):
-    """Makes a function that resizes gray and color pixels resize others channel by channel."""
-
-    @functools.wraps(resize)
-    def resize_any(pixels, *options):
-        channels = pixels.shape[-1]
-        if channels in PIL_MODES:
-            return resize(pixels, *options)
-        planes = np.split(pixels, channels, axis=-1)
-        return np.concatenate([resize(plane, *options) for plane in planes], axis=-1)
-
-    return resize_any
+def _by_channel(resize, pixels, *options):
+    """Calls a function that resizes gray and color pixels; others are resized by channel."""
+    channels = pixels.shape[-1]
+    if channels in PIL_MODES:
+        return resize(pixels, *options)
+    planes = np.split(pixels, channels, axis=-1)
+    return np.concatenate([resize(plane, *options) for plane in planes], axis=-1)
 
 
-@_by_channel
 def _resize(pixels, box, size, interpolation):
     """Resizes a box (left, top, right, bottom) to a square.
 
@@ -400,7 +395,6 @@ def _resize(pixels, box, size, interpolation):
     return np.frombuffer(result.get_buffer(), np.uint8).reshape(size, size, channels)
 
 
-@_by_channel
 def _pillow_resize(pixels, size, interpolation, box=None):
     resample = getattr(Image.Resampling, interpolation.upper())
     return _from_pillow(_to_pillow(pixels).resize(size, resample, box), pixels.shape[-1])
