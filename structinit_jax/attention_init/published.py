@@ -196,7 +196,7 @@ def _solve_2025(rng, x, targets, filter_index, scales, *, sizes):
         logits = target_scale * target + target_noise * jnp.where(target == 0, noise, 0)
         query, key = (norm * factor for factor in factor_logits(x, logits, sizes.head_dim))
         maps = jax.nn.softmax(sizes.qk_scale * (x @ query) @ (x @ key).T, axis=-1)
-        return query, key, report_on_maps(target[None], maps[None])
+        return query, key, report_on_maps(target, maps)
 
     # One head at a time: the N × N logits of all heads of a large model would not fit into memory.
     query, key, reports = jax.lax.map(

@@ -164,9 +164,7 @@ def solve_coefficients(
         start = start / jnp.maximum(jnp.linalg.norm(start, axis=0, keepdims=True), 1e-6)
         factor, norm = solve.minimize(loss_and_mass, start, jnp.float32(START_NORM), target_mass)
         maps = jax.nn.softmax(logits(factor, norm), axis=-1)
-        return coefficients(factor, norm), solve.report_on_maps(
-            target[None], maps[None], target_mass
-        )
+        return coefficients(factor, norm), solve.report_on_maps(target, maps, target_mass)
 
     # One filter at a time: solving for all of them at once would take more memory.
     angles = jnp.broadcast_to(angles, (len(targets), *angles.shape[1:]))

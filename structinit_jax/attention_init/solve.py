@@ -277,7 +277,7 @@ def find_hits(
 
 
 def report_on_maps(
-    targets: Float[Array, "F n m"], maps: Float[Array, "F n m"], wanted_mass: ArrayLike = 0.0
+    targets: Float[Array, "*F n m"], maps: Float[Array, "*F n m"], wanted_mass: ArrayLike = 0.0
 ) -> SolveReport:
     """Compares attention maps with their targets; the wanted mass is copied to the report."""
     hits, has_target = find_hits(targets, maps)
