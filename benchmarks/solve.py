@@ -33,7 +33,7 @@ from structinit_jax.attention_init import (
     impulse_2025,
     sincos_positions,
 )
-from structinit_jax.attention_init.absolute import HIGH_RANK_SOLVE
+from structinit_jax.attention_init.absolute import NOISE_SOLVE
 from structinit_jax.attention_init.positions import layer_norm
 from structinit_jax.attention_init.published import RESCALE_EVERY
 from structinit_jax.attention_init.solve import (
@@ -98,7 +98,7 @@ def impulse_at_norm(site: AttentionSite, weights: AttentionWeights) -> dict:
     # that `impulse` takes for learned positions.
     targets = filter_maps(weights.filters[weights.filter_index[0]], site.grid)
     sizes = dict(head_dim=site.head_dim, qk_scale=site.qk_scale)
-    options = {key: HIGH_RANK_SOLVE[key] for key in ("learning_rate", "steps")}
+    options = {key: NOISE_SOLVE[key] for key in ("learning_rate", "steps")}
     start = start_factors(z, targets, site.head_dim)
     query, key = (np.linalg.norm(w[0], axis=(0, 2)) for w in (weights.query, weights.key))
     norm = np.sqrt(query * key / site.head_dim).mean()  # of the columns of a head's Q and K

@@ -12,7 +12,7 @@ from etils import epy
 __version__ = "0.1.0"
 
 with epy.lazy_api_imports(
-    globals(), error_msg="{symbol_name} needs pip install 'structinit-jax[train]': "
+    globals(), error_msg="{symbol_name} needs the trainer, pip install '.[train]' in a clone: "
 ):
     from structinit_jax.attention_init import (
         AttentionSite,

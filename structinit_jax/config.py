@@ -66,7 +66,7 @@ class RunFields:
     final_learning_rate: NonNegativeFloat = 1e-6  # end of the cosine decay
     # Final epochs, included in num_epochs, at final_learning_rate; timm adds them to its epochs.
     cooldown_epochs: NonNegativeFloat = 0.0
-    # For 'adamw': applied only to matrices, not to biases, norms, positions or tokens.
+    # For 'adamw': applied to kernels, not to biases, norms, positions or tokens.
     weight_decay: NonNegativeFloat = 0.05
     adam_b2: Fraction = 0.999
     adam_epsilon: PositiveFloat = 1e-8

@@ -86,7 +86,7 @@ def test_learned_positions_are_kept_on_request_and_scaled(monkeypatch):
     published_report = si.impulse_2025()(RNG, site).report
     z, _ = solve.full_row_space(layer_norm(18 * positions))
     targets = target_maps(GRID)[[4, 1, 5]]
-    options = dict(head_dim=DIM, qk_scale=DIM**-0.5, **absolute.SHARP_SOLVE)
+    options = dict(head_dim=DIM, qk_scale=DIM**-0.5, **absolute.NOISE_SOLVE)
     start = solve.start_factors(z, targets, DIM)
     ours = solve.solve(start, z, targets, 7 / DIM**0.5, **options)[2]
     assert ours.loss < 0.8 * published_report.loss

@@ -1,7 +1,12 @@
-"""The Markdown pages: links, fields and modules exist; examples and commands run as written."""
+"""The Markdown pages: links, fields and modules exist; examples and commands run as written.
 
+The benchmarks, which tests do not run, import names that exist.
+"""
+
+import ast
 import doctest
 import functools
+import importlib
 import re
 import shlex
 from pathlib import Path
@@ -210,3 +215,13 @@ def test_the_commands_run(page, tmp_path):
         if module == "structinit_jax.main":
             words = QUICK + words
         fork_main.run(*words, module=str(module), folder=tmp_path)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("benchmarks/**/*.py")), ids=lambda p: p.name)
+def test_what_benchmarks_import_from_the_package_exists(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("structinit_jax"):
+            module = importlib.import_module(node.module)
+            for name in node.names:
+                if not hasattr(module, name.name):
+                    importlib.import_module(f"{node.module}.{name.name}")

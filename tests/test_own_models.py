@@ -1,5 +1,7 @@
 """Models of a user's own in the trainer, built as is usual in Flax."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,10 +10,18 @@ import pytest
 from conftest import make_batch, set_up
 from flax import nnx
 
-from structinit_jax import VisionTransformer
+from structinit_jax import (
+    AttentionSite,
+    RotarySite,
+    VisionTransformer,
+    impulse,
+    mimetic,
+    rotary_angles,
+    sincos_positions,
+)
 from structinit_jax.analysis import collect
 from structinit_jax.errors import InputError
-from structinit_jax.models.layers import StackedBlock
+from structinit_jax.models.layers import PatchEmbedding, StackedBlock
 from structinit_jax.models.model import Model, make_stack, run_stack
 from structinit_jax.models.transformer import Block
 
@@ -149,6 +159,65 @@ def test_what_does_not_train_is_named(config, name, message):
 class WithRegisters(VisionTransformer):
     def __init__(self, *, registers=4, patch_size=2, **options):
         super().__init__(patch_size=patch_size, **options)
+
+
+class Stages(Model):
+    """Blocks in two stacks, which share the model's positions."""
+
+    def __init__(self, *, kind, grids=((4, 4), (4, 4)), rngs):
+        self.kind = kind
+        self.grids = grids
+        sizes = dict(width=16, num_heads=2, mlp_ratio=1.0, base_init="timm", dtype=jnp.float32)
+        self.patch_embedding = PatchEmbedding(2, 1, 16, dtype=jnp.float32, rngs=rngs)
+        self.positions = nnx.Param(jnp.asarray(sincos_positions((4, 4), 16)))
+        self.stages = nnx.List([make_stack(Block, 1, rngs=rngs, **sizes) for _ in range(2)])
+
+    def sites(self):
+        if self.kind == "rope":
+            options = [dict(angles=rotary_angles(grid, 8)) for grid in self.grids]
+            kind = RotarySite
+        else:
+            tables = [self.positions[...][: math.prod(grid)] for grid in self.grids]
+            options = [dict(positions=table, positions_trainable=True) for table in tables]
+            kind = AttentionSite
+        return {
+            f"stages/{i}": kind(grid, **stack.sizes(), **more)
+            for i, (grid, stack, more) in enumerate(
+                zip(self.grids, self.stages, options, strict=True)
+            )
+        }
+
+
+def test_stacks_that_share_positions_set_them_once():
+    model = Stages(kind="learned", rngs=nnx.Rngs(0))
+    positions = np.asarray(model.positions[...])
+    scheme = mimetic(replace_positions=False, position_scale=18.0)
+    drawn = model.initialize_attention(scheme, jax.random.key(0))
+    np.testing.assert_array_equal(model.positions[...], 18 * positions)
+    for stack, weights in zip(model.stages, drawn.values(), strict=True):
+        np.testing.assert_array_equal(stack.attention.query.kernel[...], weights.query)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(kind="learned", grids=((4, 4), (2, 2))), r"^sites=.*stages/1.* one grid and width"),
+        (dict(kind="rope"), r"^sites=.*stages/1.* must be a single stack"),
+    ],
+)
+def test_stacks_that_cannot_share_an_embedding_are_refused(options, message):
+    model = Stages(rngs=nnx.Rngs(0), **options)
+    with pytest.raises(InputError, match=message):
+        model.initialize_attention(impulse(), jax.random.key(0))
+
+
+def test_a_table_of_positions_of_another_shape_is_refused():
+    model = Stages(kind="learned", rngs=nnx.Rngs(0))
+    drawn = model.sites()
+    model.positions = nnx.Param(model.positions[...][None])
+    model.sites = lambda: drawn
+    with pytest.raises(InputError, match=r"^Stages\.positions=array of shape \(1, 16, 16\) "):
+        model.initialize_attention(impulse(), jax.random.key(0))
 
 
 class Silent(VisionTransformer):

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax.analysis import measures
-from structinit_jax.attention_init import ConvSite, TokenMixingSite
+from structinit_jax.attention_init import ConvSite
 from structinit_jax.attention_init.sites import AttentionStack
 from structinit_jax.attention_init.targets import filter_maps
 from structinit_jax.augment import normalize
@@ -93,8 +93,9 @@ def _initialize(config, model):
     """Returns the weights that a run starts from, and the targets of the heads by stack."""
     weights, _, filters = make_initializer(config, model)()
     sites = nnx.merge(model.graphdef, *weights).sites()
-    is_supported = sites and not any(isinstance(site, TokenMixingSite) for site in sites.values())
-    needs = "a model with attention, or 'convmixer'"
+    kinds = {AttentionStack if isinstance(s, AttentionStack) else type(s) for s in sites.values()}
+    is_supported = kinds in ({AttentionStack}, {ConvSite})
+    needs = "a model whose sites are all attention, or 'convmixer'"
     require("config.model.name", config.model.name, needs, is_supported)
     targets = {
         name: (index, filter_maps(np.asarray(placed), sites[name].grid))

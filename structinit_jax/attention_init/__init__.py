@@ -1,7 +1,8 @@
 """Structured initialization of attention for any model; needs neither Flax nor our models.
 
-A scheme is a function of options that returns a function `(rng, site) -> weights`. A site describes
-a stack of identical layers. The weights have the layout of Flax's kernels:
+A scheme is a function of options that returns an initializer, as in `jax.nn.initializers`: a
+function `(rng, site) -> weights`. A site describes a stack of identical layers. The weights have
+the layout of Flax's kernels:
 
     init = impulse(kernel_size=3)
     site = AttentionSite(grid=(14, 14), width=192, num_heads=3, head_dim=64, num_layers=12,
@@ -88,8 +89,8 @@ def impulse(
     than a second on 14×14 tokens (two with learned positions); the time grows with the square of
     the number of tokens.
 
-    The product of value and output projection is near -0.4 I, as in the 2025 paper's program,
-    although the text of both papers sets only Q and K. To set only these, wrap the scheme:
+    The product of value and output projection is -0.4 I plus noise, as in the 2025 paper's program,
+    although the text of both papers sets only Q and K. To set only these, wrap the initializer:
     `lambda rng, site: impulse()(rng, site)._replace(value=None, out=None)`. Most of the gain on
     CIFAR-10 then disappears (docs/results.md).
 
@@ -113,10 +114,10 @@ def impulse(
         positions are multiplied by 18, as in 2025, and the solve uses the result.
 
     Returns:
-      The scheme, a function `(rng, site) -> weights`.
+      The initializer, a function `(rng, site) -> weights`.
 
     Raises:
-      InputError: An option is invalid. The scheme raises it if an option does not fit the site.
+      InputError: An option is invalid. The initializer raises it if one does not fit the site.
     """
     return _by_site(
         impulse,
@@ -140,10 +141,10 @@ def impulse_mimetic(
 ) -> AttentionInit:
     """Our variant: `impulse` in the first half of the layers, then attention to similar tokens.
 
-    In the second half, heads attend to similar tokens: Q Kᵀ is near 0.7 I, as in `mimetic`. The
-    default target mass is smaller than that of `impulse`; with sin-cos positions, masses from 0.05
-    to 0.2 train about equally well on CIFAR-10 (docs/results.md). Grids of ten tokens or fewer need
-    a larger mass. A sin-cos encoding replaces learned positions. For the options, see `impulse`.
+    In the second half, heads attend to similar tokens, as in `mimetic`. The default target mass is
+    smaller than that of `impulse`; with sin-cos positions, masses from 0.05 to 0.2 train about
+    equally well on CIFAR-10 (docs/results.md). Grids of ten tokens or fewer need a larger mass. A
+    sin-cos encoding replaces learned positions. For the options, see `impulse`.
 
     >>> weights = si.impulse_mimetic()(jax.random.key(0), site)  # a site as in `AttentionSite`
     >>> weights.filter_index.shape  # half of the 12 layers, 3 heads
@@ -230,8 +231,9 @@ def mimetic(
 ) -> AttentionInit:
     """Mimetic initialization (Trockman & Kolter 2023): heads attend to similar tokens.
 
-    The 2025 paper's `mimetica_b_c` sets position_scale=a, query_key_scale=b and value_scale=c. The
-    SVDs, one for each head, take half a minute for ViT-B on two CPU cores, and minutes for ViT-L.
+    The 2025 paper's `mimetica_b_c` is `mimetic(replace_positions=False, position_scale=a,
+    query_key_scale=b, value_scale=c)`. The SVDs, one for each head, take half a minute for ViT-B on
+    two CPU cores, and minutes for ViT-L.
 
     >>> weights = si.mimetic()(jax.random.key(0), site)  # a site as in `AttentionSite`
 
@@ -294,10 +296,10 @@ def _by_site(
     options: Mapping[str, Any],
     functions: Mapping[type, Callable[..., Weights]],
 ) -> AttentionInit:
-    """Checks a scheme's options and returns the scheme, a function `(rng, site) -> weights`.
+    """Checks a scheme's options and returns its initializer, a function `(rng, site) -> weights`.
 
-    The scheme calls the function for the site's type with the options that this function accepts.
-    It refuses other options unless they have their default values.
+    The initializer calls the function for the site's type with the options that this function
+    accepts. It raises `InputError` for any other option that is not at its default.
     """
     check_fields(scheme, options)
     parameters = inspect.signature(scheme).parameters

@@ -33,11 +33,10 @@ from structinit_jax.attention_init.targets import FilterArray, assign, filter_ma
 
 # Learned positions that are kept are multiplied by this, as in the 2025 paper's program.
 POSITION_SCALE = 18.0
-# For encodings other than sin-cos, such as the noise that learned positions start from. The solve's
-# defaults, which suffice for sin-cos encodings in half as many steps, would lead away from the
-# closed form: on 8×8 tokens of noise, with target masses of 0.1 and 0.3, only 43 and 68 % of the
-# rows would peak on their target. Small steps towards sharp maps, softened afterwards, reach 100 %.
-SHARP_SOLVE = dict(learning_rate=0.005, sharp_mass=0.9, steps=300)
+# Options of the solve for other encodings than sin-cos, such as the noise that learned positions
+# start from. With the defaults, 43 and 68 % of the rows peak on their target (8×8 tokens of noise,
+# target masses of 0.1 and 0.3); with small steps to sharp maps, softened afterwards, all do.
+NOISE_SOLVE = dict(learning_rate=0.005, sharp_mass=0.9, steps=300)
 
 
 def impulse(
@@ -70,7 +69,7 @@ def impulse(
     norm = solve.start_norm(sizes.head_dim, sizes.qk_scale, sizes.width)
     rows = None
     if is_learned or not is_sincos(positions, site.grid):
-        options |= SHARP_SOLVE
+        options |= NOISE_SOLVE
     else:
         rows, targets = solve.sample_rows(targets)
     *factors, report = solve.solve(start, z, targets, norm, rows=rows, **options)

@@ -58,12 +58,13 @@ def base_weights(rng: PRNGKeyArray, sizes: AttentionStack) -> AttentionWeights:
 
 
 def mimetic_weights(rng: PRNGKeyArray, sizes: AttentionStack) -> AttentionWeights:
-    """Trockman & Kolter (2023): Q Kᵀ = 0.7 U + 0.7 I per head and V Proj ≈ -0.4 I, by SVD.
+    """Trockman & Kolter (2023), by SVD.
 
-    The papers' programs store the factors of V Proj untransposed, so that heads are equally strong.
+    In each head, Q Kᵀ is the best approximation of 0.7 U + 0.7 I of rank d. V Proj is -0.4 I plus
+    noise.
     """
     qk_rng, vo_rng = jax.random.split(rng)
-    value, out = mimetic_vo(vo_rng, sizes, transposed=True)
+    value, out = mimetic_vo(vo_rng, sizes, sort_heads=False)
     shape = (sizes.num_layers, sizes.num_heads, sizes.width)
     products = near_identity(qk_rng, shape, noise=0.7, identity=0.7)
     query, key = (jnp.moveaxis(f, 1, 2) for f in split_product(products, sizes.head_dim))
@@ -71,12 +72,12 @@ def mimetic_weights(rng: PRNGKeyArray, sizes: AttentionStack) -> AttentionWeight
 
 
 def mimetic_vo(
-    rng: PRNGKeyArray, sizes: AttentionStack, *, transposed: bool
+    rng: PRNGKeyArray, sizes: AttentionStack, *, sort_heads: bool
 ) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
     """Returns V and projection from the factors of A Bᵀ = 0.4 U - 0.4 I over all heads of a layer.
 
-    If not `transposed`, V = A and Proj = Bᵀ, and heads are sorted by singular values, strongest
-    first. If `transposed`, V = Aᵀ and Proj = B, and heads are equally strong.
+    If `sort_heads`, V = A and Proj = Bᵀ, so heads are sorted by singular values, strongest first
+    (the 2025 program). Otherwise V = Aᵀ and Proj = B, so heads are equally strong (`mimetic`).
     """
     layers = sizes.num_layers
     width = sizes.width
@@ -86,7 +87,7 @@ def mimetic_vo(
     require("num_heads", heads[0], needs, inner <= width)
     product = near_identity(rng, (layers, width), noise=0.4, identity=-0.4)
     a, b = split_product(product, width)
-    if transposed:
+    if not sort_heads:
         a = jnp.swapaxes(a, -1, -2)
         b = jnp.swapaxes(b, -1, -2)
     out = jnp.swapaxes(b[..., :inner], -1, -2).reshape(layers, *heads, width)
@@ -156,7 +157,7 @@ def append_similar_heads(
 def value_and_projection(
     rng: PRNGKeyArray, sizes: AttentionStack
 ) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
-    """Returns V = c (I - U / 2) Π and Proj = -c Πᵀ (I - U' / 2), so V Proj ≈ -0.4 (I - noise).
+    """Returns V = c (I - U / 2) Π and Proj = -c Πᵀ (I - U' / 2); V Proj is -0.4 I plus noise.
 
     U and U' are uniform noise as in `mimetic`, and the permutation Π assigns channels to heads.
     c² = 0.4, or 0.4 D / (h d) if h d > D and channels are repeated; if h d < D, some are left out.

@@ -178,7 +178,7 @@ def impulse_2025(
     return AttentionWeights(
         query,
         key,
-        *mimetic_vo(vo_rng, site, transposed=False),
+        *mimetic_vo(vo_rng, site, sort_heads=True),
         report=report,
         filter_index=filter_index,
         filters=placed,

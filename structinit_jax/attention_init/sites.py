@@ -115,7 +115,7 @@ class WindowSite(AttentionStack):
 
 @dataclasses.dataclass(frozen=True)
 class RotarySite(AttentionStack):
-    """Attention that rotates queries and keys (RoPE), to tokens without other positions.
+    """Attention with rotary positions (RoPE), in a model that adds no positions to its tokens.
 
     An angle θ turns the channels (a, b) of a pair into (a cos θ - b sin θ, b cos θ + a sin θ).
 
@@ -214,7 +214,7 @@ class AttentionWeights(NamedTuple):
     Attributes:
       out: Kernel of the output projection.
       report: How close the maps are to their targets. A scheme that changes the query or key of
-        another scheme must set it to None: it describes the original ones.
+        another must set `report`, `filter_index` and `filters` to None: they describe its maps.
       positions: Values of a trainable position encoding, without class and register tokens.
       filter_index: Index of each head's filter in `filters`, for the first l ≤ L layers; the other
         layers have no filters.

@@ -18,18 +18,16 @@ from structinit_jax.attention_init.draws import map_matrices
 from structinit_jax.attention_init.sites import SolveReport
 from structinit_jax.errors import require
 
-# Solved for at smaller masses, maps have fewer rows that peak on the target; see `solve`.
-SHARP_MASS = 0.2
-# On fewer than 25 tokens, `sharp_mass` is at least this many times uniform attention, up to 0.3.
-SHARP_TOKENS = 5
-SOFTEN_STEPS = 20  # Number of bisections of the norm.
-# Below this hit rate or fraction of the wanted mass, a warning says that targets are out of reach.
-MIN_HIT_RATE = 0.75
-MIN_MASS = 0.95
 # Directions weaker than this, relative to the strongest, cannot change a map at a reasonable norm.
 RANK_TOLERANCE = 1e-4
 # Regularization of the pseudo-inverse in `start_factors`, relative to the strongest direction.
 START_REGULARIZATION = 1e-3
+# Below this mass, fewer rows would peak on their target, so `solve` optimizes directions at this
+# mass and then lowers the norm.
+SHARP_MASS = 0.2
+# On fewer than 25 tokens, `sharp_mass` is at least this many times uniform attention, up to 0.3.
+SHARP_TOKENS = 5
+SOFTEN_STEPS = 20  # Number of bisections of the norm.
 # With sin-cos positions, all rows of a map pose the same problem at different places, so this many
 # are enough. With noise, the other rows would not peak on their target.
 MAX_ROWS = 1024
@@ -122,11 +120,11 @@ def solve(
 ) -> tuple[Float[Array, "F r k"], Float[Array, "F r k"], SolveReport]:
     """Minimizes the mean of (H - M)² (2024, equation 8) for each target H; returns BᵀQ and BᵀK.
 
-    How sharp the maps are depends on the norm of Q and K, the root mean square of the norms of
-    their d columns. Without a `target_mass`, the norm stays at `norm`. With one, it starts there
-    (`start_norm`) and is adjusted to that mass for each filter. Only directions are optimized, from
-    `start` (`start_factors`). For a target mass below `sharp_mass`, directions are optimized at
-    `sharp_mass`, and the norm is then lowered. `rows` are the indices of the rows in `targets`
+    Adam optimizes only directions, from `start` (`start_factors`). How sharp the maps are depends
+    on the norm of Q and K, the root mean square of the norms of their d columns: it starts at
+    `norm` (`start_norm`) and is adjusted to the `target_mass` for each filter. For a target mass
+    below `sharp_mass`, directions are optimized at `sharp_mass`, and the norm is then lowered.
+    Without a target mass, it stays at `norm`. `rows` are the indices of the rows in `targets`
     (`sample_rows`); None means all.
     """
     # In a traced caller these are constants, and XLA would evaluate everything that depends only on
@@ -160,16 +158,23 @@ def solve(
         loss_and_mass, factors, norm, solved_mass, learning_rate=learning_rate, steps=steps
     )
     if target_mass is not None and target_mass < sharp_mass:
-
-        def halve(_, ends):
-            low, high = ends
-            middle = (low + high) / 2
-            above = loss_and_mass(factors, middle)[1] > target_mass
-            return jnp.where(above, low, middle), jnp.where(above, middle, high)
-
-        _, norm = jax.lax.fori_loop(0, SOFTEN_STEPS, halve, (jnp.zeros_like(norm), norm))
+        norm = _soften(lambda norm: loss_and_mass(factors, norm)[1], norm, target_mass)
     report = report_on_maps(targets, maps(factors, norm), target_mass or 0.0)
     return at_norm(factors[0], norm), at_norm(factors[1], norm), report
+
+
+def _soften(
+    mass_at: Callable[[Array], Array], norm: Float[Array, " F"], target_mass: float
+) -> Float[Array, " F"]:
+    """Returns the norms from 0 to `norm` at which the mass on the targets is `target_mass`."""
+
+    def halve(_, ends):
+        low, high = ends
+        middle = (low + high) / 2
+        above = mass_at(middle) > target_mass
+        return jnp.where(above, low, middle), jnp.where(above, middle, high)
+
+    return jax.lax.fori_loop(0, SOFTEN_STEPS, halve, (jnp.zeros_like(norm), norm))[1]
 
 
 def sample_rows(
@@ -287,6 +292,11 @@ def report_on_maps(
         wanted_mass=jnp.asarray(wanted_mass, jnp.float32),
         hit_rate=jnp.sum(hits, dtype=jnp.float32) / jnp.sum(has_target, dtype=jnp.float32),
     )
+
+
+# Below this hit rate or fraction of the wanted mass, a warning says that targets are out of reach.
+MIN_HIT_RATE = 0.75
+MIN_MASS = 0.95
 
 
 def reach_warning(report: SolveReport) -> str | None:

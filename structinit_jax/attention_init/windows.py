@@ -33,10 +33,10 @@ def impulse(
     """Puts each head's filter into its column of the relative position bias.
 
     Query and key are drawn as in timm; after a LayerNorm, the content logits then have a standard
-    deviation of about 0.02² D. With a target mass of 0.5, the blocks of Swin-T average 0.48 to
-    0.50. Rows with the whole filter inside the window have exactly the target mass; the row of an
-    impulse whose neighbor is outside the window is uniform. The mask of a shifted block leaves
-    fewer tokens in a row, so the target gets more of the attention. If a window is so small that
+    deviation of about 0.02² D. Without content, rows with the whole filter inside the window have
+    exactly the target mass; the row of an impulse whose neighbor is outside the window is uniform.
+    The mask of a shifted block leaves fewer tokens in a row, so the target gets more of the
+    attention. If a window is so small that
     uniform attention already has the target mass, the bias is zero. Filters that are off the window
     for every token, as in the small windows of late stages, are not assigned to any head.
     """

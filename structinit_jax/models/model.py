@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init import AttentionInit, AttentionWeights, Site, Weights
 from structinit_jax.attention_init.sites import check_shape, draw_stacks
-from structinit_jax.errors import Check, PositiveInt
+from structinit_jax.errors import Check, PositiveInt, require
 from structinit_jax.models.layers import RESIDUAL, Rng, StackedBlock, is_stack, set_weight
 
 _KEEP_LINEAR = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -69,8 +69,8 @@ class Model(nnx.Module):
       base_init: Initial weights: 'timm' for those of timm's model, or 'pytorch' for the defaults of
         PyTorch's layers, which timm keeps in ConvMixer.
       dtype: Type of the computation, float32 or bfloat16. Parameters are float32.
-      remat: How much the training step recomputes to save memory, in increasing order: 'none',
-        'dots' or 'full' (see `run_stack`).
+      remat: How much the training step recomputes to save memory: 'none' only what is cheap, such
+        as norms and GELU, 'dots' attention too, 'full' everything in a block.
       attention_init: Scheme for the initial weights of the stacks. None keeps the family's own.
       rngs: Random streams. Initial weights are drawn from the stream `params`.
 
@@ -114,7 +114,8 @@ class Model(nnx.Module):
 
         The key is the path of the stack, such as 'blocks' or 'stage1/blocks'. The stack has a
         `set_weights` method that takes what a scheme returns for the site. A scheme can also set
-        the model's trained `positions`, class token first, and the bias of its `patch_embedding`.
+        the model's trained `positions` [T, D], class token first, which all stacks share, and for a
+        single stack the bias of its `patch_embedding`.
         """
         return {}
 
@@ -160,23 +161,45 @@ class Model(nnx.Module):
         """
         sites = self.sites()
         drawn = dict(zip(sites, draw_stacks(scheme, list(sites.values()), rng), strict=True))
+        attention = {path: w for path, w in drawn.items() if isinstance(w, AttentionWeights)}
+        self._set_embedding(sites, attention)
         for path, weights in drawn.items():
-            if isinstance(weights, AttentionWeights):
-                self._set_embedding(sites[path], weights)
             operator.attrgetter(path.replace("/", "."))(self).set_weights(weights)
         return drawn
 
-    def _set_embedding(self, site: Site, weights: AttentionWeights) -> None:
+    def _set_embedding(
+        self, sites: Mapping[str, Site], drawn: Mapping[str, AttentionWeights]
+    ) -> None:
+        """Sets the positions and the bias of the patch embedding, which all stacks share."""
+        biases = [w.patch_bias for w in drawn.values() if w.patch_bias is not None]
+        needs = "a single stack, because the scheme draws a new bias of patch_embedding for each"
+        require("sites", list(drawn), needs, len(biases) <= 1)
+        if biases:
+            set_weight(self.patch_embedding.bias, "patch_bias", biases[0])
+        setters = [
+            path
+            for path, weights in drawn.items()
+            if weights.positions is not None or weights.position_scale is not None
+        ]
+        if not setters:
+            return
+        needs = "stacks of one grid and width, because they set the one array `positions`"
+        same = len({(sites[path].grid, sites[path].width) for path in setters}) == 1
+        require("sites", setters, needs, same)
+        site = sites[setters[0]]
+        weights = drawn[setters[0]]
+        table = getattr(self, "positions", None)
+        shape = getattr(table, "shape", ())
+        needs = f"an nnx.Param of {site.num_tokens} or more rows [{site.width}], image tokens last"
+        fits = shape[1:] == (site.width,) and shape[0] >= site.num_tokens
+        require(f"{type(self).__name__}.positions", table, needs, fits)
         if weights.positions is not None:
             check_shape("positions", weights.positions, (site.num_tokens, site.width))
             # The position of a class token comes first and is kept.
-            image_tokens = self.positions[...].at[-site.num_tokens :]
-            new = jnp.asarray(weights.positions, self.positions.dtype)
-            self.positions[...] = image_tokens.set(new)
+            image_tokens = table[...].at[-site.num_tokens :]
+            table[...] = image_tokens.set(jnp.asarray(weights.positions, table.dtype))
         if weights.position_scale is not None:
-            self.positions[...] = weights.position_scale * self.positions[...]
-        if weights.patch_bias is not None:
-            set_weight(self.patch_embedding.bias, "patch_bias", weights.patch_bias)
+            table[...] = weights.position_scale * table[...]
 
 
 class InitStream(nnx.RngStream):

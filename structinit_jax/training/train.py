@@ -114,9 +114,10 @@ def train(
             print(f"resumed from {place}")
         else:
             print(parameter_overview.get_parameter_overview(model.params, include_stats=False))
-            weights, init_metrics, _ = initialize()
-            state = state_lib.initialize_state(*weights, optimizer, abstract_state)
-            del weights  # Their memory was donated to the state.
+            initial = initialize()
+            init_metrics = initial.metrics
+            state = state_lib.initialize_state(*initial.weights, optimizer, abstract_state)
+            del initial  # Its memory was donated to the state.
         del initialize  # Its program has constants as large as attention maps.
         # A run that has reached its last step keeps the config that it was trained with.
         if jax.process_index() == 0 and start_step < schedule.num_steps:
@@ -157,7 +158,8 @@ def train(
         # leave the devices idle until the host starts the next step.
         pending = {}
         progress = Progress(start_step, schedule, config.batch_size)
-        trace = StepTrace(workdir, profile_step and start_step + profile_step)
+        first_traced = None if profile_step is None else start_step + profile_step
+        trace = StepTrace(workdir, first_traced)
         on_exit.callback(trace.close)
         trace.after(start_step, state)
         # The seed is put on the devices because the loop disallows implicit transfers.

@@ -29,7 +29,8 @@ from structinit_jax.training import distributed
 LOCK = ".lock"
 COMPARISON = "compare.json"  # in the workdir of `structinit_jax.compare`, which holds run workdirs
 SCHEME = "attention_init."  # prefix of the fields in this section
-# What a field decides. It also decides everything with a larger number.
+# What a field of the config decides, most severe first. What decides one of these also decides
+# those below it.
 WEIGHTS = 1  # how trained weights must be used
 START = 2  # the initial weights
 RUN = 3  # which run it is
