@@ -181,6 +181,18 @@ def test_other_images_of_the_same_names_are_refused(start, tiny_config, monkeypa
         start(["mimetic"], [0], config=moved)
 
 
+def test_other_weights_of_the_same_name_are_refused(start, tiny_config, tmp_path):
+    teacher = tmp_path.with_suffix(".safetensors")
+    config = tiny_config.copy_and_resolve_references()
+    config.start_from = str(teacher)
+    teacher.write_bytes(b"first")
+    for seed in range(2):
+        assert start(["default"], [seed], config=config)[1] == [("default", seed)]
+    teacher.write_bytes(b"second")
+    with pytest.raises(InputError, match=rf"classes of start_from {teacher}: restore"):
+        start(["default"], [2], config=config)
+
+
 def test_a_run_that_was_killed_before_its_last_checkpoint_is_not_done(start, tmp_path):
     def killed(*run, **options):
         fake_train(*run, **options)  # logs the accuracy of the last step

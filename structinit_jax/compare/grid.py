@@ -1,6 +1,7 @@
 """Trains the settings of a comparison with several seeds. Unfinished runs are resumed."""
 
 import contextlib
+import hashlib
 import json
 import sys
 import time
@@ -108,6 +109,9 @@ def describe_setting(
         make_initializer(config, model)  # checks that the scheme fits
         optimizer = build.make_optimizer(config, schedule.learning_rate, model)
         make_train_step(config, model, optimizer, schedule.learning_rate)
+        if path := config.start_from:
+            content = files.read_file(Path(path).expanduser())
+            digests = digests | {f"start_from {path}": hashlib.sha256(content).hexdigest()}
     return {
         "config": json.loads(config.to_json()),
         "data": digests,
@@ -143,8 +147,8 @@ def _merge(workdir, new, settings, rows):
             digests = [each["data"][data] for each in earlier if data in each["data"]]
             if digests and new_digest not in digests:
                 raise InputError(
-                    f"--workdir={workdir} holds results for other images, labels or classes of "
-                    f"{data}: restore the old data, or use another --workdir"
+                    f"--workdir={workdir} holds results for other weights, images, labels or "
+                    f"classes of {data}: restore the old ones, or use another --workdir"
                 )
     merged = old | new
     for name, row in (rows or _find_rows(old, new)).items():
