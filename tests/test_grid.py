@@ -129,13 +129,15 @@ def test_settings_keep_the_baseline_of_their_last_command(start, tmp_path):
     assert all(f" {name} " in text for name in ("jax", "flax", "optax", "structinit-jax"))
 
 
-def test_lost_metrics_make_a_run_unfinished(start, tmp_path, capsys):
+def test_lost_metrics_make_a_run_fail(start, tmp_path, capsys):
     start(["default"], [0, 1])
     metrics = [tmp_path / "default" / f"seed_{seed}" / "metrics.jsonl" for seed in range(2)]
     metrics[0].unlink()
     metrics[1].write_bytes(metrics[1].read_bytes()[:-5])  # the last line is cut
     report.write_report(tmp_path)
-    assert "| default | 0 of 2 | – |" in (tmp_path / "report.md").read_text()
+    text = (tmp_path / "report.md").read_text()
+    assert "| default | 0 of 2 | – |" in text
+    assert "| default | 1 | metrics.jsonl has no result: " in text
     # A run with all its checkpoints does not train again and writes no metrics.
     assert start(["default"], [0], train=lambda *run, **options: None)[0] == 1
     assert "failed: metrics.jsonl has no result" in capsys.readouterr().out

@@ -59,10 +59,12 @@ class SeedRun:
         error = self.folder / ERROR
         self.error = error.read_text("utf-8").strip() if error.exists() else ""
         self.status = "unfinished"
+        if self.folder.exists() and not error.exists():
+            self.status = "done"
+            if facts["num_steps"] not in self.curve:
+                self.error = "metrics.jsonl has no result: if a retry does not help, delete the run"
         if self.error:
             self.status = "failed"
-        elif facts["num_steps"] in self.curve and not error.exists():
-            self.status = "done"
 
     @property
     def accuracy(self) -> float:
@@ -74,7 +76,7 @@ class SeedRun:
         """How the run ended, in one line."""
         if self.status == "done":
             return f"{self.split} accuracy {self.accuracy:.2%}"
-        return f"failed: {self.error or 'metrics.jsonl has no result: delete the run folder'}"
+        return f"failed: {self.error}"
 
     def epoch(self, step: int) -> float:
         """Converts a step to epochs."""
