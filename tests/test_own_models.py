@@ -12,6 +12,7 @@ from flax import nnx
 
 from structinit_jax import (
     AttentionSite,
+    ConvSite,
     RotarySite,
     VisionTransformer,
     impulse,
@@ -21,6 +22,7 @@ from structinit_jax import (
 )
 from structinit_jax.analysis import collect
 from structinit_jax.errors import InputError
+from structinit_jax.models.convmixer import ConvMixerBlock
 from structinit_jax.models.layers import PatchEmbedding, StackedBlock
 from structinit_jax.models.model import Model, make_stack, run_stack
 from structinit_jax.models.transformer import Block
@@ -229,6 +231,23 @@ def test_an_analysis_names_the_intermediates_that_it_lacks(config):
     config.model = dict(name=f"{__name__}:Silent", num_classes=10, patch_size=4, num_heads=2)
     config.model.update(width=16, depth=1)
     with pytest.raises(InputError, match=r"^intermediates of the model=\[\] must be .* for blocks"):
+        collect.observe_start(config, np.zeros((8, 8, 8, 1), np.uint8))
+
+
+class Hybrid(VisionTransformer):
+    def __init__(self, *, rngs, **options):
+        super().__init__(rngs=rngs, **options)
+        options = dict(kernel_size=3, fixed=False, dtype=jnp.float32, rngs=rngs)
+        self.stem = make_stack(ConvMixerBlock, 1, width=self.width, **options)
+
+    def sites(self):
+        return super().sites() | {"stem": ConvSite(3, width=self.width, num_layers=1)}
+
+
+def test_a_model_with_attention_and_convolutions_is_not_analyzed(config):
+    config.model = dict(name=f"{__name__}:Hybrid", num_classes=10, patch_size=4, num_heads=2)
+    config.model.update(width=16, depth=1)
+    with pytest.raises(InputError, match=r"^config\.model\.name=.* sites are all attention, or "):
         collect.observe_start(config, np.zeros((8, 8, 8, 1), np.uint8))
 
 
