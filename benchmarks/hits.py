@@ -27,7 +27,9 @@ CROPS = 4
 DEPTH = 12
 SIGLIP, CLIP = "Hugging Face's `SiglipVisionConfig()`", "Hugging Face's `CLIPVisionConfig()`"
 NOTE = """\
-Share of tokens that attend most to their head's target, by layer, before training.
+Share of tokens that attend most to the neighbor at their head's offset, by layer, before training.
+A head's offset is the one that most of its tokens attend to, which need not be the one that
+`impulse` assigned.
 
 Quiet content: the kernel of the patch embedding is 0.3 times as large as PyTorch's default, and the
 output kernels of the MLPs are 0. The last four rows have both a position table and rotary

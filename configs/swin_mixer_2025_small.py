@@ -12,10 +12,10 @@ default), mimetic or default. The paper trains its Mixer, whose size we do not k
 only.
 
 The paper's closed form is for attention with positions; we do not know how the authors applied it
-to these two families. `impulse` is our own; its filters are in Swin's relative position bias and in
-Mixer's token-mixing MLPs. The recipe is as in vit_2025_small.py, but all schemes start from timm's
-base initialization, because we do not know which one the authors used here; for PyTorch's, pass
---config.model.base_init=pytorch.
+to these two families. `impulse`, and `mimetic` in Mixer, are our own; the filters of `impulse` are
+in Swin's relative position bias and in Mixer's token-mixing MLPs. The recipe is as in
+vit_2025_small.py, but all schemes start from timm's base initialization, because we do not know
+which one the authors used here; for PyTorch's, pass --config.model.base_init=pytorch.
 
 Hardware: one GPU or more. Time: not measured.
 Accuracy to expect: unknown (the published figures are not in configs/papers.csv); not run here.

@@ -19,11 +19,12 @@ mimetic and default, `attention_init.position_scale`, `query_key_scale` and `val
 not know the factors of the paper. The splits are those in the code of Xu et al. 2024
 (github.com/OscarXZQ/weight-selection), whose settings the authors say they use.
 
-Table 4 selects weights from a larger pretrained model. Pass its safetensors file, such as
---config.start_from=vit_small_impulse_2025.safetensors, written by `structinit_jax.export` after
-vit_2025_imagenet.py:vit_small_patch16_224,impulse_2025. The authors' rebuttal compares this teacher
-with one that started from default and with one pretrained on ImageNet-21K, such as timm's
-vit_small_patch16_224.augreg_in21k; which weights they used is not stated.
+Table 4 selects weights from a larger pretrained model. Its rows read three files from the working
+directory. For vit_small_impulse_2025.safetensors, train
+vit_2025_imagenet.py:vit_small_patch16_224,impulse_2025, and rename the model.safetensors that
+`structinit_jax.export` writes; for vit_small_default.safetensors, do the same with the scheme
+default. vit_small_imagenet21k.safetensors is a model pretrained on ImageNet-21K, such as timm's
+vit_small_patch16_224.augreg_in21k; which weights the authors used is not stated.
 
 Hardware: one GPU or more. Time: not measured.
 Accuracy to expect: unknown (configs/papers.csv has no published test accuracy); not run here.

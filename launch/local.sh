@@ -15,8 +15,8 @@
 #   --help           print this text
 #
 # Without --cpu_devices, process i uses GPU i, or the i-th of CUDA_VISIBLE_DEVICES. When this script
-# receives a signal (Ctrl-C included), all processes save a checkpoint after the same step and exit
-# with status 75. Run the same command again to resume. A second run in the same workdir is refused.
+# receives a signal (Ctrl-C included) in training, all processes save a checkpoint after the same step
+# and exit with status 75. Run the same command again to resume. A second run in the same workdir is refused.
 
 set -euo pipefail
 cd "$(dirname "$0")/.."

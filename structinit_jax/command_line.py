@@ -24,7 +24,8 @@ from structinit_jax.errors import InputError, StoppedError, printable
 FLAGS = flags.FLAGS
 # Flags that several commands share.
 SHARED = {
-    "config": "Config file, FILE.py or FILE.py:ROW. Required unless --workdir already holds a run. "
+    "config": "Config file, FILE.py or FILE.py:ROW. Required unless --workdir already holds a run "
+    "or, in compare, --table is given. "
     "--config.FIELD=VALUE sets a field: seed, batch_size, model.depth, attention_init.name, "
     "augment.flip, data.data_dir, ...; structinit_jax/config.py lists them.",
     "workdir": "Output directory. Training resumes from the newest checkpoint that it holds. "
@@ -42,7 +43,7 @@ def run(
     define_flags: Callable[[], None] = lambda: None,
     shared: Sequence[str] = tuple(SHARED),
 ) -> None:
-    """Runs a command and exits. User errors exit with status 2 and no traceback.
+    """Runs a command and exits. An `InputError` exits with its `exit_code` and no traceback.
 
     `main` is called with the config fields that the command line sets. `define_flags` defines the
     flags specific to the command; `shared` lists the flags of `SHARED` that it also takes.

@@ -86,8 +86,9 @@ class RunFields:
     # Number of newest checkpoints to keep (a crash can damage one); the best one is kept too.
     keep_checkpoints: AtLeastTwo = 2
 
-    # Safetensors file of a timm model of the same size or larger, at any resolution. If set, all
-    # weights except the head are selected from it (Xu et al. 2024), and attention_init is not used.
+    # Safetensors file of a timm model of the same size or larger; a ViT's positions are resampled.
+    # If set, all weights except the head are selected from it (Xu et al. 2024), and the scheme in
+    # attention_init is not used.
     start_from: str = ""
 
 

@@ -6,9 +6,9 @@
 
 For digits, fashion_mnist (whose files are downloaded if they are missing), image folders and data
 sets of your own, this only prints the report. All others are downloaded and prepared by their TFDS
-builders, the only step that needs TensorFlow (`pip install '.[prepare]'`). TFDS reads archives that
-it cannot download, such as ImageNet-1K's ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar, from
-the --manual_dir folder.
+builders, which need TensorFlow (`pip install '.[prepare]'`); training never does. TFDS reads
+archives that it cannot download, such as ImageNet-1K's ILSVRC2012_img_train.tar and
+ILSVRC2012_img_val.tar, from the --manual_dir folder.
 """
 
 import importlib.util

@@ -30,11 +30,11 @@ def join(
 ) -> None:
     """Connects this process to the others in a run. Only process 0 prints to stdout afterwards.
 
-    Without arguments, JAX finds the other processes on Cloud TPU, SLURM and GKE; elsewhere, the run
-    has a single process. `num_processes=1` disables the search. The coordinator is process 0, at an
-    address such as '10.0.0.1:1234'. JAX ends this process if the others do not join within
-    `timeout` seconds. Later, JAX ends all processes if one of them is silent for `LOST_TIMEOUT`; a
-    process that has crashed waits that long for the others.
+    Without arguments, JAX finds the other processes on Cloud TPU, SLURM and TPU slices of GKE;
+    elsewhere, the run has a single process. `num_processes=1` disables the search. The coordinator
+    is process 0, at an address such as '10.0.0.1:1234'. JAX ends this process if the others do not
+    join within `timeout` seconds. Later, JAX ends all processes if one of them is silent for
+    `LOST_TIMEOUT`; a process that has crashed waits that long for the others.
     """
     given = (coordinator_address, num_processes, process_id)
     alone = given == (None, None, None) and not _in_cluster(os.environ)

@@ -198,7 +198,7 @@ class Classifier:
       class_names: Name of each class.
 
     Raises:
-      InputError: There is no such checkpoint.
+      InputError: There is no such checkpoint, or the config names Python code without `trust`.
     """
 
     def __init__(self, workdir: str | Path, step: str | int = "newest", trust: bool = False):

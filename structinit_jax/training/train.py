@@ -46,8 +46,8 @@ def train(
       profile_step: First of four steps to trace to `profile/`, counted from the start or resume.
       stop_request: Records SIGTERM and SIGINT. A caller that trains several runs passes its own and
         checks it between runs, because a signal during the last step raises no `StoppedError`.
-      on_evaluation: Called with the step and the results of each evaluation, after they are logged
-        and while the checkpoint is being written. If it returns True, training ends there.
+      on_evaluation: Called with the step and the results of each evaluation in training, after they
+        are logged and while the checkpoint is being written. If it returns True, training ends.
 
     Returns:
       The results of the last evaluation.
