@@ -36,9 +36,9 @@ def impulse(
     deviation of about 0.02² D. Without content, rows with the whole filter inside the window have
     exactly the target mass; the row of an impulse whose neighbor is outside the window is uniform.
     The mask of a shifted block leaves fewer tokens in a row, so the target gets more of the
-    attention. If a window is so small that
-    uniform attention already has the target mass, the bias is zero. Filters that are off the window
-    for every token, as in the small windows of late stages, are not assigned to any head.
+    attention. If a window is so small that uniform attention already has the target mass, the bias
+    is zero. Filters that are off the window for every token, as in the small windows of late
+    stages, are not assigned to any head.
     """
     placed = place_filters(site.grid, kernel_size, filters, dilation)
     placed = placed[placed.any(axis=(1, 2))]
