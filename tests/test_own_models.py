@@ -10,20 +10,11 @@ import pytest
 from conftest import make_batch, set_up
 from flax import nnx
 
-from structinit_jax import (
-    AttentionSite,
-    ConvSite,
-    RotarySite,
-    VisionTransformer,
-    impulse,
-    mimetic,
-    rotary_angles,
-    sincos_positions,
-)
+from structinit_jax import AttentionSite, AttentionWeights, ConvSite, VisionTransformer
 from structinit_jax.analysis import collect
 from structinit_jax.errors import InputError
 from structinit_jax.models.convmixer import ConvMixerBlock
-from structinit_jax.models.layers import PatchEmbedding, StackedBlock
+from structinit_jax.models.layers import StackedBlock
 from structinit_jax.models.model import Model, make_stack, run_stack
 from structinit_jax.models.transformer import Block
 
@@ -166,60 +157,40 @@ class WithRegisters(VisionTransformer):
 class Stages(Model):
     """Blocks in two stacks, which share the model's positions."""
 
-    def __init__(self, *, kind, grids=((4, 4), (4, 4)), rngs):
-        self.kind = kind
-        self.grids = grids
+    def __init__(self, *, grids=((4, 4), (4, 4)), table=(16, 16), rngs):
         sizes = dict(width=16, num_heads=2, mlp_ratio=1.0, base_init="timm", dtype=jnp.float32)
-        self.patch_embedding = PatchEmbedding(2, 1, 16, dtype=jnp.float32, rngs=rngs)
-        self.positions = nnx.Param(jnp.asarray(sincos_positions((4, 4), 16)))
-        self.stages = nnx.List([make_stack(Block, 1, rngs=rngs, **sizes) for _ in range(2)])
+        self.grids = grids
+        self.positions = nnx.Param(jnp.ones(table))
+        self.stages = nnx.List([make_stack(Block, 1, rngs=rngs, **sizes) for _ in grids])
 
     def sites(self):
-        if self.kind == "rope":
-            options = [dict(angles=rotary_angles(grid, 8)) for grid in self.grids]
-            kind = RotarySite
-        else:
-            tables = [self.positions[...][: math.prod(grid)] for grid in self.grids]
-            options = [dict(positions=table, positions_trainable=True) for table in tables]
-            kind = AttentionSite
-        return {
-            f"stages/{i}": kind(grid, **stack.sizes(), **more)
-            for i, (grid, stack, more) in enumerate(
-                zip(self.grids, self.stages, options, strict=True)
-            )
-        }
+        sites = {}
+        for i, (grid, stack) in enumerate(zip(self.grids, self.stages, strict=True)):
+            positions = np.ones((math.prod(grid), 16))
+            options = dict(positions=positions, positions_trainable=True)
+            sites[f"stages/{i}"] = AttentionSite(grid, **stack.sizes(), **options)
+        return sites
 
 
-def test_stacks_that_share_positions_set_them_once():
-    model = Stages(kind="learned", rngs=nnx.Rngs(0))
-    positions = np.asarray(model.positions[...])
-    scheme = mimetic(replace_positions=False, position_scale=18.0)
-    drawn = model.initialize_attention(scheme, jax.random.key(0))
-    np.testing.assert_array_equal(model.positions[...], 18 * positions)
-    for stack, weights in zip(model.stages, drawn.values(), strict=True):
-        np.testing.assert_array_equal(stack.attention.query.kernel[...], weights.query)
+def test_stacks_that_share_positions_scale_them_once():
+    model = Stages(rngs=nnx.Rngs(0))
+    scaled = AttentionWeights(position_scale=18.0)
+    model.initialize_attention(lambda rng, site: scaled, jax.random.key(0))
+    np.testing.assert_array_equal(model.positions[...], np.full((16, 16), 18.0))
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "weights", "message"),
     [
-        (dict(kind="learned", grids=((4, 4), (2, 2))), r"^sites=.*stages/1.* one grid and width"),
-        (dict(kind="rope"), r"^sites=.*stages/1.* must be a single stack"),
+        (dict(grids=((4, 4), (2, 2))), dict(position_scale=2.0), r"sites=.* one grid and width"),
+        ({}, dict(patch_bias=jnp.ones(16)), r"sites=.*stages/1.* must be a single stack"),
+        (dict(table=(1, 16, 16)), dict(position_scale=2.0), r"Stages\.positions=array of shape "),
     ],
 )
-def test_stacks_that_cannot_share_an_embedding_are_refused(options, message):
+def test_stacks_that_cannot_share_an_embedding_are_refused(options, weights, message):
     model = Stages(rngs=nnx.Rngs(0), **options)
-    with pytest.raises(InputError, match=message):
-        model.initialize_attention(impulse(), jax.random.key(0))
-
-
-def test_a_table_of_positions_of_another_shape_is_refused():
-    model = Stages(kind="learned", rngs=nnx.Rngs(0))
-    drawn = model.sites()
-    model.positions = nnx.Param(model.positions[...][None])
-    model.sites = lambda: drawn
-    with pytest.raises(InputError, match=r"^Stages\.positions=array of shape \(1, 16, 16\) "):
-        model.initialize_attention(impulse(), jax.random.key(0))
+    with pytest.raises(InputError, match=f"^{message}"):
+        model.initialize_attention(lambda rng, site: AttentionWeights(**weights), jax.random.key(0))
 
 
 class Silent(VisionTransformer):
