@@ -1,7 +1,6 @@
 """Trains the settings of a comparison with several seeds. Unfinished runs are resumed."""
 
 import contextlib
-import hashlib
 import json
 import sys
 import time
@@ -30,6 +29,7 @@ from structinit_jax.errors import (
 )
 from structinit_jax.training import build, distributed
 from structinit_jax.training import workdir as workdir_lib
+from structinit_jax.training.checkpoint_files import digest_of
 from structinit_jax.training.metrics import format_duration
 from structinit_jax.training.state import make_initializer
 from structinit_jax.training.step import make_train_step
@@ -110,8 +110,7 @@ def describe_setting(
         optimizer = build.make_optimizer(config, schedule.learning_rate, model)
         make_train_step(config, model, optimizer, schedule.learning_rate)
         if path := config.start_from:
-            content = files.read_file(Path(path).expanduser())
-            digests = digests | {f"start_from {path}": hashlib.sha256(content).hexdigest()}
+            digests = digests | {f"start_from {path}": digest_of(Path(path).expanduser())}
     return {
         "config": json.loads(config.to_json()),
         "data": digests,

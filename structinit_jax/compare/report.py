@@ -58,11 +58,10 @@ class SeedRun:
         }
         error = self.folder / ERROR
         self.error = error.read_text("utf-8").strip() if error.exists() else ""
-        self.status = "unfinished"
-        if self.folder.exists() and not error.exists():
-            self.status = "done"
-            if facts["num_steps"] not in self.curve:
-                self.error = "metrics.jsonl has no result: if a retry does not help, delete the run"
+        has_ended = self.folder.exists() and not error.exists()
+        if has_ended and facts["num_steps"] not in self.curve:
+            self.error = "metrics.jsonl has no result: if a retry does not help, delete the run"
+        self.status = "done" if has_ended else "unfinished"
         if self.error:
             self.status = "failed"
 

@@ -161,33 +161,33 @@ class Model(nnx.Module):
         """
         sites = self.sites()
         drawn = dict(zip(sites, draw_stacks(scheme, list(sites.values()), rng), strict=True))
-        attention = {path: w for path, w in drawn.items() if isinstance(w, AttentionWeights)}
-        self._set_embedding(sites, attention)
+        self._set_embedding(sites, drawn)
         for path, weights in drawn.items():
             operator.attrgetter(path.replace("/", "."))(self).set_weights(weights)
         return drawn
 
-    def _set_embedding(
-        self, sites: Mapping[str, Site], drawn: Mapping[str, AttentionWeights]
-    ) -> None:
+    def _set_embedding(self, sites: Mapping[str, Site], drawn: Mapping[str, Weights]) -> None:
         """Sets the positions and the bias of the patch embedding, which all stacks share."""
-        biases = [w.patch_bias for w in drawn.values() if w.patch_bias is not None]
-        needs = "a single stack, because the scheme draws a new bias of patch_embedding for each"
-        require("sites", list(drawn), needs, len(biases) <= 1)
-        if biases:
-            set_weight(self.patch_embedding.bias, "patch_bias", biases[0])
-        setters = [
-            path
-            for path, weights in drawn.items()
-            if weights.positions is not None or weights.position_scale is not None
-        ]
-        if not setters:
-            return
-        needs = "stacks of one grid and width, because they set the one array `positions`"
-        same = len({(sites[path].grid, sites[path].width) for path in setters}) == 1
-        require("sites", setters, needs, same)
-        site = sites[setters[0]]
-        weights = drawn[setters[0]]
+
+        def setters(*fields):
+            """Returns the stacks whose weights have one of the fields."""
+            return [
+                path
+                for path, weights in drawn.items()
+                if any(getattr(weights, field, None) is not None for field in fields)
+            ]
+
+        if paths := setters("patch_bias"):
+            needs = "a single stack, because the scheme draws a bias of patch_embedding for each"
+            require("sites", paths, needs, len(paths) == 1)
+            set_weight(self.patch_embedding.bias, "patch_bias", drawn[paths[0]].patch_bias)
+        if paths := setters("positions", "position_scale"):
+            needs = "stacks of one grid and width, because they set the one array `positions`"
+            same = len({(sites[path].grid, sites[path].width) for path in paths}) == 1
+            require("sites", paths, needs, same)
+            self._set_positions(sites[paths[0]], drawn[paths[0]])
+
+    def _set_positions(self, site: Site, weights: AttentionWeights) -> None:
         table = getattr(self, "positions", None)
         shape = getattr(table, "shape", ())
         needs = f"an nnx.Param of {site.num_tokens} or more rows [{site.width}], image tokens last"

@@ -169,9 +169,9 @@ def _new_digest(content: bytes = b""):
     return hashlib.blake2b(content, digest_size=16)
 
 
-def digest_of(path: epath.Path) -> str:
+def digest_of(path: epath.PathLike) -> str:
     """Returns the checksum of a file."""
-    with path.open("rb") as file:
+    with epath.Path(path).open("rb") as file:
         return hashlib.file_digest(file, _new_digest).hexdigest()
 
 

@@ -6,7 +6,6 @@ Which fields of the config may change depends on what a checkpoint is used for: 
 import contextlib
 import fcntl
 import functools
-import hashlib
 import os
 import socket
 import time
@@ -25,6 +24,7 @@ from structinit_jax.data.source import ImageSource, digest
 from structinit_jax.errors import InputError, InUseError, require
 from structinit_jax.files import is_url, open_path, read_file
 from structinit_jax.training import distributed
+from structinit_jax.training.checkpoint_files import digest_of
 
 LOCK = ".lock"
 COMPARISON = "compare.json"  # in the workdir of `structinit_jax.compare`, which holds run workdirs
@@ -153,7 +153,7 @@ def check_processes(record: Mapping[str, Any], workdir: epath.Path) -> None:
     own = {"config": fields, "workdir": identify(workdir)}
     path = Path(fields.get("start_from", "")).expanduser()
     if path.is_file():  # A resumed run does not need it.
-        own["file config.start_from"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        own["file config.start_from"] = digest_of(path)
     distributed.check_equal(record | own)
 
 
