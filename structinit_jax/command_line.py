@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax.config import Overrides
-from structinit_jax.errors import InputError, StoppedError, printable
+from structinit_jax.errors import FullDiskError, InputError, StoppedError, printable
 
 FLAGS = flags.FLAGS
 # Flags that several commands share.
@@ -66,7 +66,9 @@ def run(
         print(f"error: {text}\n", end="", file=sys.stderr, flush=True)
         _exit_now(error.exit_code)
     except StoppedError as error:
-        print(printable(str(error), keep="\n"), file=sys.stderr)
+        print(printable(str(error), keep="\n"), file=sys.stderr, flush=True)
+        if isinstance(error, FullDiskError):
+            _exit_now(error.exit_code)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:  # not the first Ctrl-C in the training loop, which saves a checkpoint
         print("interrupted", file=sys.stderr, flush=True)

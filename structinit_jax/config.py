@@ -377,34 +377,41 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
     import, as 'module:name', and `trust` is False.
     """
     path = open_path(workdir) / "config.json"
-    try:
+    with _explain_run(workdir):
         # ConfigDict refuses keys with dots, which flatten_dict would confuse with nested fields.
         fields = ConfigDict(_with_tuples(read_json(path)))
         values = flatten_dict(fields.to_dict(), sep=".")
         code = own_code(fields)
-        if trust or not code:
-            config = base_config(fields.model.name)
-            # Options depend on the scheme, so the default scheme's are not kept.
-            config.attention_init = fields.attention_init.to_dict()
-            if is_reference(config.model.name):  # Its arguments can be of any type, and required.
-                config.model = config.model.to_dict() | fields.model.to_dict()
-            known = flatten_dict(config.to_dict(), sep=".")
-            config.update_from_flattened_dict({k: v for k, v in values.items() if k in known})
-            config.attention_init = _without_defaults(config.attention_init.to_dict())
-    except (ValueError, AttributeError, TypeError) as error:
-        raise InputError(
-            f"workdir={workdir}: config.json cannot be used ({error}): pass the output directory "
-            "of a run (in a comparison, SETTING/seed_K), or --config with a config file"
-        ) from error
     if code and not trust:
         names = ", ".join(f"{field}={values[field]!r}" for field in code)
         raise InputError(
             f"{workdir} names Python code to import: {names}. If you trust whoever wrote this "
             "directory, pass --trust_workdir (in Python, trust=True)"
         )
+    with _explain_run(workdir):
+        config = base_config(fields.model.name)
+        # Options depend on the scheme, so the default scheme's are not kept.
+        config.attention_init = fields.attention_init.to_dict()
+        if is_reference(config.model.name):  # Its arguments can be of any type, and required.
+            config.model = config.model.to_dict() | fields.model.to_dict()
+        known = flatten_dict(config.to_dict(), sep=".")
+        config.update_from_flattened_dict({k: v for k, v in values.items() if k in known})
+        config.attention_init = _without_defaults(config.attention_init.to_dict())
     if gone := [f"{printable(k)}={value!r}" for k, value in values.items() if k not in known]:
         print(f"note: {path} has fields unknown to this version: {', '.join(gone)}")
     return config
+
+
+@contextlib.contextmanager
+def _explain_run(workdir: str | Path) -> Iterator[None]:
+    """Turns an error about the `config.json` of a workdir into an `InputError`."""
+    try:
+        yield
+    except (ValueError, AttributeError, TypeError) as error:
+        raise InputError(
+            f"workdir={workdir}: config.json cannot be used ({error}): pass the output directory "
+            "of a run (in a comparison, SETTING/seed_K), or --config with a config file"
+        ) from error
 
 
 def _without_defaults(section: dict[str, Any]) -> dict[str, Any]:

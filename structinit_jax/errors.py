@@ -77,9 +77,25 @@ def prefixed(place: str) -> Iterator[None]:
 class StoppedError(RuntimeError):
     """A run ended early. The message says why and how to resume; commands exit with `exit_code`."""
 
-    def __init__(self, message: str, exit_code: int):
-        super().__init__(message)
-        self.exit_code = exit_code
+    exit_code: int
+
+
+class FullDiskError(StoppedError):
+    """The disk is full. Other processes, whose disks are not, wait for this one."""
+
+    exit_code = 1
+
+
+class PreemptedError(StoppedError):
+    """A signal stopped the run."""
+
+    exit_code = 75  # EX_TEMPFAIL in sysexits.h, "try again later"
+
+
+class NotFiniteError(StoppedError):
+    """The state is not finite. A launcher must not restart the run: it would end the same way."""
+
+    exit_code = 2
 
 
 def warn(message: str) -> None:
@@ -122,9 +138,7 @@ class Check(NamedTuple):
         """Whether a value passes; one that cannot be compared or converted does not."""
         try:
             return bool(self.holds(value))
-        # ValueError: the truth value of an array; OverflowError: 10**400 in `math`;
-        # SyntaxError: "(0.5,)" as a type in NumPy.
-        except (TypeError, ValueError, OverflowError, SyntaxError):
+        except Exception:  # 10**400 in `math`, "(0.5,)" as a type in NumPy, …
             return False
 
     def require(self, name: str, value: Any) -> None:

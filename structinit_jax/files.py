@@ -13,7 +13,7 @@ from typing import Any
 
 from etils import epath
 
-from structinit_jax.errors import InputError, StoppedError
+from structinit_jax.errors import FullDiskError, InputError
 
 PARTIAL = ".partial-"  # prefix of temporary folders
 # Messages of errors for a full disk or quota. Orbax's errors have no errno.
@@ -82,16 +82,15 @@ def write_atomically(path: epath.PathLike, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def report_full_disk(workdir: epath.PathLike) -> Iterator[None]:
-    """Turns any library's error about a full disk or quota into a `StoppedError`."""
+    """Turns any library's error about a full disk or quota into a `FullDiskError`."""
     try:
         yield
     except Exception as error:
         if not (reasons := [text for text in DISK_FULL if text in str(error)]):
             raise
-        raise StoppedError(
+        raise FullDiskError(
             f"cannot write to {workdir}: {reasons[0]}. Checkpoints are intact: free some space "
-            "and run the same command again to resume",
-            exit_code=1,
+            "and run the same command again to resume"
         ) from error
 
 

@@ -197,7 +197,7 @@ def test_nothing_of_another_program_is_deleted(directory, capsys):
 
 def test_a_renamed_checkpoint_and_one_without_a_part_of_a_process_are_damaged(directory, capsys):
     (directory / "12").rename(directory / "17")
-    run = checkpoint.read_run(directory, 8) | {"num_indexes": 2}
+    run = checkpoint_files.read_run(epath.Path(directory / "8")) | {"num_indexes": 2}
     checkpoint_files.write_index(epath.Path(directory / "8"), 0, run, files_of(directory / "8"))
     checkpoint_files.write_json(epath.Path(directory / "8" / "run.json"), run)
     assert checkpoint.find_step(directory) == 4
@@ -220,7 +220,7 @@ def test_parts_of_another_run_or_step_are_noticed(directory, tmp_path, capsys):
 
 
 def test_the_data_may_be_elsewhere_for_another_process(directory):
-    run = checkpoint.read_run(directory, 12)
+    run = checkpoint_files.read_run(epath.Path(directory / "12"))
     run["config"]["data"] = {"data_dir": "/elsewhere"}
     checkpoint_files.write_index(epath.Path(directory / "12"), 0, run, files_of(directory / "12"))
     assert checkpoint.find_step(directory) == 12
@@ -335,7 +335,7 @@ def test_the_newest_the_best_or_any_checkpoint_is_found(directory, capsys):
 def test_a_state_must_fit_the_config(tmp_path):
     state = make_state(4)
     save_one(tmp_path, 4, state)
-    assert checkpoint.read_run(tmp_path, 4)["config"] == {"seed": 4}
+    assert checkpoint_files.read_run(epath.Path(tmp_path / "4"))["config"] == {"seed": 4}
     with pytest.raises(InputError, match=r"4 does .* 'opt_state/mu' is .* missing in the mo"):
         checkpoint.restore(tmp_path, 4, ABSTRACT._replace(opt_state={}))
     biased = ABSTRACT._replace(params=ABSTRACT.params | {"bias": ABSTRACT.step})

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from structinit_jax import command_line
-from structinit_jax.errors import InputError
+from structinit_jax.errors import FullDiskError, InputError, PreemptedError
 from structinit_jax.training.evaluation import Classifier
 
 CONFIG = "--config=configs/vit_t_digits.py"
@@ -77,6 +77,22 @@ def test_an_out_folder_that_is_not_writable_is_refused_before_the_work(tmp_path,
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)  # root can write to any folder
     with pytest.raises(InputError, match=r"^--out=.*Permission denied"):
         command_line.out_folder("")
+
+
+def test_a_full_disk_ends_a_process_without_waiting_for_the_others(monkeypatch):
+    stopped = [FullDiskError("no space left"), PreemptedError("stopped")]
+    exits = []
+
+    def run(*arguments, **options):
+        raise stopped.pop(0)
+
+    monkeypatch.setattr(command_line.app, "run", run)
+    monkeypatch.setattr(command_line, "_exit_now", lambda status: exits.append(status) or exit())
+    for status in (None, PreemptedError.exit_code):
+        with pytest.raises(SystemExit) as caught:
+            command_line.run(print, shared=())
+        assert caught.value.code == status
+    assert exits == [FullDiskError.exit_code]
 
 
 def test_help_lists_the_flags_that_commands_share():

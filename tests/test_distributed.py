@@ -10,8 +10,8 @@ import pytest
 from conftest import read_metrics
 from etils import epath
 
-from structinit_jax.errors import InputError
-from structinit_jax.training import distributed, train, workdir
+from structinit_jax.errors import InputError, PreemptedError
+from structinit_jax.training import distributed, workdir
 
 TINY = [
     *fork_main.TINY,
@@ -65,7 +65,7 @@ def test_a_run_goes_on_with_other_processes_and_devices_and_stops_together(tmp_p
     pair[1].wait_for("has joined")
     pair[1].kill(signal.SIGTERM)
     first, second = results = [command.wait() for command in pair]
-    assert [result.returncode for result in results] == [train.PREEMPTED_EXIT_CODE] * 2, results
+    assert [result.returncode for result in results] == [PreemptedError.exit_code] * 2, results
     assert all("stopped by a signal after step 7 " in result.stderr for result in results)
     assert "devices: 8 × cpu (2 processes), each copy of the state on 8" in first.stdout
     assert "resumed from step 6" in first.stdout

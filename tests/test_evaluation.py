@@ -14,7 +14,7 @@ from structinit_jax.data import datasets
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.images import BadImageError, CenterCrop, StoredImage
 from structinit_jax.errors import InputError
-from structinit_jax.training import checkpoint, evaluation, sharding
+from structinit_jax.training import checkpoint_files, evaluation, sharding
 from structinit_jax.training.evaluation import Evaluation, write_by_class
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -77,13 +77,13 @@ def test_a_bad_image_names_the_field_that_leaves_it_out(tiny_config, finished_ru
 def test_the_checkpoint_can_be_chosen(tiny_config, finished_run, tmp_path, capsys):
     evaluation.evaluate_checkpoint(tiny_config, finished_run.workdir, "8")
     assert "step 8  eval loss" in capsys.readouterr().out
-    run = checkpoint.read_run(finished_run.workdir / "checkpoints", 8)
+    run = checkpoint_files.read_run(finished_run.workdir / "checkpoints" / "8")
     assert run["accuracy"] is None  # Step 8 was not evaluated in training.
     metrics = [line for line in read_metrics(finished_run.workdir) if "eval/accuracy" in line]
     best = max(metrics, key=lambda line: (line["eval/accuracy"], line["step"]))
     _, state, _ = evaluation.restore_model(tiny_config, finished_run.workdir, step="best")
     assert state.step == best["step"]
-    run = checkpoint.read_run(finished_run.workdir / "checkpoints", best["step"])
+    run = checkpoint_files.read_run(finished_run.workdir / "checkpoints" / str(best["step"]))
     assert run["accuracy"] == best["eval/accuracy"]
     for workdir in (finished_run.workdir, tmp_path / "missing"):
         with pytest.raises(InputError, match=rf"workdir='{workdir}' .*'5'; it has (12, |none)"):

@@ -5,7 +5,7 @@ import pytest
 from conftest import small_files_only
 
 from structinit_jax import files
-from structinit_jax.errors import InputError, StoppedError
+from structinit_jax.errors import FullDiskError, InputError
 
 
 def test_files_are_replaced_whole_or_not_at_all(tmp_path):
@@ -39,7 +39,7 @@ def test_what_cannot_be_read_or_is_not_json_is_named(tmp_path):
     ],
 )
 def test_a_full_disk_is_one_sentence(tmp_path, error):
-    with pytest.raises(StoppedError) as caught, files.report_full_disk(tmp_path):
+    with pytest.raises(FullDiskError) as caught, files.report_full_disk(tmp_path):
         raise error
     assert caught.value.exit_code == 1
     assert str(tmp_path) in str(caught.value)

@@ -11,7 +11,7 @@ import fork_main
 import pytest
 
 from structinit_jax.compare import grid, report, settings
-from structinit_jax.errors import InputError, StoppedError
+from structinit_jax.errors import FullDiskError, InputError, NotFiniteError, PreemptedError
 from structinit_jax.training import train
 from structinit_jax.training.workdir import COMPARISON, lock_workdir
 
@@ -38,7 +38,7 @@ def fake_train(config, workdir, trained, stop_request=None, on_evaluation=None):
             file.write(json.dumps(line) + "\n")
     on_evaluation(6, {"eval/accuracy": first})
     if failed:
-        raise StoppedError("not finite | while training\nand more", exit_code=2)
+        raise NotFiniteError("not finite | while training\nand more")
 
 
 @pytest.fixture
@@ -66,13 +66,13 @@ def test_a_failed_run_is_reported_and_the_others_go_on(start, tmp_path, capsys):
     assert (failed, len(trained)) == (1, 9)
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("[1/9] default seed 0: test[:90] accuracy 50.00%") for line in lines)
-    failure = "failed: StoppedError: not finite | while training"
+    failure = "failed: NotFiniteError: not finite | while training"
     assert any(line.startswith(f"[5/9] mimetic seed 1: {failure}") for line in lines)
     log = (tmp_path / "mimetic" / "seed_1" / "log.txt").read_text()
     assert log.startswith("some output of the training\nTraceback")
     assert not any("some output" in line for line in lines)
     text = (tmp_path / "report.md").read_text()
-    assert r"| mimetic | 1 | StoppedError: not finite \| while training |" in text
+    assert r"| mimetic | 1 | NotFiniteError: not finite \| while training |" in text
     # Only seeds 0 and 2 of mimetic are paired with the baseline.
     row = "| mimetic | 2 of 3 | 42.00 ± 2.83 | -10.00 [-10.00, -10.00] (2 common seeds) |"
     assert row in text
@@ -99,6 +99,21 @@ def test_a_second_command_trains_only_what_is_missing(start, tiny_config, tmp_pa
     changed.update(num_epochs=2.0, keep_checkpoints=5, seed=7, data=dict(data_dir="/moved"))
     assert start(["default"], [0], config=changed) == (0, [])
     assert "| default | 4 of 4 |" in (tmp_path / "report.md").read_text()
+    # The baseline of a setting has the same images, wherever they are.
+    changed = tiny_config.copy_and_resolve_references()
+    changed.data.data_dir = "/moved"
+    start(["impulse"], [0], config=changed, axes={"attention_init.kernel_size": ["5"]})
+    row = "| impulse,attention_init.kernel_size=5 | 1 of 1 | 80.00 | +30.00 (one seed) |"
+    assert row in (tmp_path / "report.md").read_text()
+
+
+def test_seeds_are_not_added_after_a_default_has_changed(start, tmp_path):
+    start(["mimetic"], [0])
+    info = json.loads((tmp_path / COMPARISON).read_text())
+    info["settings"]["mimetic"]["fields"]["attention_init"]["value_scale"] = 0.5
+    (tmp_path / COMPARISON).write_text(json.dumps(info))
+    with pytest.raises(InputError, match=r"attention_init\.value_scale: 0.5 -> 1.0\n"):
+        start(["mimetic"], [1])
 
 
 def test_settings_keep_the_baseline_of_their_last_command(start, tmp_path):
@@ -215,17 +230,16 @@ def test_a_signal_during_the_last_step_of_a_run_stops_the_others(start, tmp_path
             fake_train(config, workdir, **options)
             signal.raise_signal(signal.SIGTERM)
 
-    with pytest.raises(StoppedError) as error:
+    with pytest.raises(PreemptedError):
         start(["default"], train=interrupted)
-    assert error.value.exit_code == train.PREEMPTED_EXIT_CODE
     assert "| default | 1 of 3 |" in (tmp_path / "report.md").read_text()
 
 
 def test_a_full_disk_stops_all_runs(start):
     def fail(*run, **options):
-        raise StoppedError("no space left", exit_code=1)
+        raise FullDiskError("no space left")
 
-    with pytest.raises(StoppedError, match="no space"):
+    with pytest.raises(FullDiskError, match="no space"):
         start(["default", "mimetic"], train=fail)
 
 
@@ -266,9 +280,8 @@ def test_a_comparison_stops_and_resumes(start, tmp_path):
     def resumed(config, workdir, trained, **options):
         return train.train(config, workdir, **options)
 
-    with pytest.raises(StoppedError) as error:
+    with pytest.raises(PreemptedError):
         start(["default"], [0], train=stopped)
-    assert error.value.exit_code == train.PREEMPTED_EXIT_CODE
     assert "| default | 0 of 1 |" in (tmp_path / "report.md").read_text()
 
     assert start(["default"], [0], train=resumed)[0] == 0

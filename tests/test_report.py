@@ -81,13 +81,14 @@ def test_fields_that_no_name_shows_are_listed(tmp_path):
     changes = {
         "default": {"learning_rate": 0.001, "seed": 0},
         "impulse": {"learning_rate": 0.001, "seed": 1, "attention_init": scheme},
-        "default,learning_rate=0.1": {"learning_rate": 0.1},
-        "mimetic": {"learning_rate": 0.01},
+        "default,learning_rate=0.1": {"learning_rate": 0.1, "data": DATA | {"repeats": 1}},
+        "mimetic": {"learning_rate": 0.01, "data": DATA | {"repeats": 3}},
     }
     facts = {name: {"config": FACTS["config"] | change} for name, change in changes.items()}
     info, runs = record(tmp_path, {name: {0: {12: 0.5}} for name in changes}, facts)
     text = report.markdown(info, runs)
     fields = "- attention_init.target_mass: 0.5 (impulse)\n"
+    fields += "- data.repeats: 1 (default,learning_rate=0.1), 3 (mimetic)\n"
     fields += "- learning_rate: 0.001 (default; impulse), 0.01 (mimetic)\n\n"
     assert f"\n\nOther fields:\n\n{fields}" in text
 

@@ -10,7 +10,7 @@ from flax import nnx
 from references.vit_cases import CASES, SMALL
 
 from structinit_jax.attention_init import AttentionWeights
-from structinit_jax.attention_init.sites import AttentionStack
+from structinit_jax.attention_init.sites import AttentionSizes
 from structinit_jax.models.layers import drop_path
 from structinit_jax.models.timm import from_timm, select_weights, to_timm
 from structinit_jax.models.vit import VisionTransformer
@@ -120,7 +120,7 @@ def test_attention_init_is_asked_once_and_put_in_place(pool, num_prefix):
     own = make(**options)
     model = make(**options, attention_init=init)
     (site,) = calls
-    assert site.sizes == AttentionStack((4, 4), 16, 2, 8, num_layers=3, qk_scale=8**-0.5)
+    assert site.sizes == AttentionSizes((4, 4), 16, 2, 8, num_layers=3, qk_scale=8**-0.5)
     np.testing.assert_array_equal(site.positions, own.positions[...][num_prefix:])
     assert np.all(model.blocks.attention.query.kernel[...] == 2)
     key = own.blocks.attention.key.kernel[...]

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from structinit_jax import config as config_lib
 from structinit_jax.analysis import measures
 from structinit_jax.attention_init import ConvSite
-from structinit_jax.attention_init.sites import AttentionStack
+from structinit_jax.attention_init.sites import AttentionSizes
 from structinit_jax.attention_init.targets import filter_maps
 from structinit_jax.augment import normalize
 from structinit_jax.data.images import CenterCrop
@@ -93,8 +93,8 @@ def _initialize(config, model):
     """Returns the weights that a run starts from, and the targets of the heads by stack."""
     weights, _, filters = make_initializer(config, model)()
     sites = nnx.merge(model.graphdef, *weights).sites()
-    kinds = {AttentionStack if isinstance(s, AttentionStack) else type(s) for s in sites.values()}
-    is_supported = kinds in ({AttentionStack}, {ConvSite})
+    kinds = {AttentionSizes if isinstance(s, AttentionSizes) else type(s) for s in sites.values()}
+    is_supported = kinds in ({AttentionSizes}, {ConvSite})
     needs = "a model whose sites are all attention, or 'convmixer'"
     require("config.model.name", config.model.name, needs, is_supported)
     targets = {
@@ -184,7 +184,7 @@ def _tokens(features) -> Float[Array, "L B N D"]:
     return features.reshape(*features.shape[:2], -1, features.shape[-1]).astype(jnp.float32)
 
 
-def _average_maps(blocks, site: AttentionStack, targets) -> dict[str, Array]:
+def _average_maps(blocks, site: AttentionSizes, targets) -> dict[str, Array]:
     """Averages maps [L, h, N, N] and the measures that need the maps of each image.
 
     For the other measures, see `measures.measure_mean_maps`.

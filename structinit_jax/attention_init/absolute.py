@@ -28,7 +28,7 @@ from structinit_jax.attention_init.positions import (
     position_fields,
     start_positions,
 )
-from structinit_jax.attention_init.sites import AttentionSite, AttentionStack, AttentionWeights
+from structinit_jax.attention_init.sites import AttentionSite, AttentionSizes, AttentionWeights
 from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps, place_filters
 
 # Learned positions that are kept are multiplied by this, as in the 2025 paper's program.
@@ -84,7 +84,7 @@ def _draw_weights(
     bank: list[Float[Array, "F r k"]],
     basis: Float[Array | np.ndarray, "D r"],
     *,
-    sizes: AttentionStack,
+    sizes: AttentionSizes,
     num_impulse: int,
 ) -> AttentionWeights:
     """Draws the weights of all heads from `bank` (BᵀQ and BᵀK of each filter) and `basis` (B).
@@ -115,7 +115,7 @@ def baseline(
     rng: PRNGKeyArray,
     site: AttentionSite,
     *,
-    draw: Callable[[PRNGKeyArray, AttentionStack], AttentionWeights],
+    draw: Callable[[PRNGKeyArray, AttentionSizes], AttentionWeights],
     replace_positions: bool,
     position_scale: float,
     query_key_scale: float,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from structinit_jax.attention_init.sites import AttentionStack, AttentionWeights
+from structinit_jax.attention_init.sites import AttentionSizes, AttentionWeights
 from structinit_jax.errors import require
 from structinit_jax.rngs import draw_flat
 
@@ -23,9 +23,9 @@ from structinit_jax.rngs import draw_flat
 
 def baseline(
     rng: PRNGKeyArray,
-    site: AttentionStack,
+    site: AttentionSizes,
     *,
-    draw: Callable[[PRNGKeyArray, AttentionStack], AttentionWeights],
+    draw: Callable[[PRNGKeyArray, AttentionSizes], AttentionWeights],
     query_key_scale: float,
     value_scale: float,
 ) -> AttentionWeights:
@@ -40,24 +40,22 @@ def baseline(
 
 
 @functools.partial(jax.jit, static_argnames="sizes")
-def base_weights(rng: PRNGKeyArray, sizes: AttentionStack) -> AttentionWeights:
+def base_weights(rng: PRNGKeyArray, sizes: AttentionSizes) -> AttentionWeights:
     """Draws like timm (truncated normal, std 0.02) or PyTorch (uniform ±(fan-in)^-1/2)."""
     heads = (sizes.num_heads, sizes.head_dim)
+    draw = functools.partial(trunc_normal, std=0.02)
     if sizes.base_init == "pytorch":
-        draw = functools.partial(jax.random.uniform, minval=-1.0, maxval=1.0)
-    else:
-        draw = functools.partial(trunc_normal, std=0.02)
+        draw = functools.partial(uniform, bound=1.0)
     rngs = jax.random.split(rng, 4)
-    shape = (sizes.num_layers, sizes.width, *heads)
-    inputs = [draw_flat(draw, each, shape) for each in rngs[:3]]
-    out = draw_flat(draw, rngs[3], (sizes.num_layers, *heads, sizes.width))
+    inputs = [draw(each, (sizes.num_layers, sizes.width, *heads)) for each in rngs[:3]]
+    out = draw(rngs[3], (sizes.num_layers, *heads, sizes.width))
     if sizes.base_init == "pytorch":
         inputs = [sizes.width**-0.5 * kernel for kernel in inputs]
         out = math.prod(heads) ** -0.5 * out
     return AttentionWeights(*inputs, out)
 
 
-def mimetic_weights(rng: PRNGKeyArray, sizes: AttentionStack) -> AttentionWeights:
+def mimetic_weights(rng: PRNGKeyArray, sizes: AttentionSizes) -> AttentionWeights:
     """Trockman & Kolter (2023), by SVD.
 
     In each head, Q Kᵀ is the best approximation of 0.7 U + 0.7 I of rank d. V Proj is -0.4 I plus
@@ -72,7 +70,7 @@ def mimetic_weights(rng: PRNGKeyArray, sizes: AttentionStack) -> AttentionWeight
 
 
 def mimetic_vo(
-    rng: PRNGKeyArray, sizes: AttentionStack, *, sort_heads: bool
+    rng: PRNGKeyArray, sizes: AttentionSizes, *, sort_heads: bool
 ) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
     """Returns V and projection from the factors of A Bᵀ = 0.4 U - 0.4 I over all heads of a layer.
 
@@ -109,7 +107,7 @@ def split_product(
 
 def append_similar_heads(
     rng: PRNGKeyArray,
-    sizes: AttentionStack,
+    sizes: AttentionSizes,
     query: Float[Array, "l D h d"],
     key: Float[Array, "l D h d"],
 ) -> tuple[Float[Array, "L D h d"], Float[Array, "L D h d"]]:
@@ -155,7 +153,7 @@ def append_similar_heads(
 
 
 def value_and_projection(
-    rng: PRNGKeyArray, sizes: AttentionStack
+    rng: PRNGKeyArray, sizes: AttentionSizes
 ) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
     """Returns V = c (I - U / 2) Π and Proj = -c Πᵀ (I - U' / 2); V Proj is -0.4 I plus noise.
 
@@ -229,4 +227,8 @@ def trunc_normal(
     rng: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32, *, std: float
 ) -> Array:
     """Draws like timm's `trunc_normal_(std=std)`, which cuts at ±2, not ±2 standard deviations."""
-    return std * jax.random.truncated_normal(rng, -2 / std, 2 / std, shape, dtype)
+
+    def draw(rng, shape, dtype):
+        return jax.random.truncated_normal(rng, -2 / std, 2 / std, shape, dtype)
+
+    return std * draw_flat(draw, rng, shape, dtype)

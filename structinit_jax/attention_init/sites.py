@@ -48,7 +48,7 @@ class _Site:
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionStack(_Site):
+class AttentionSizes(_Site):
     """Base class of attention sites: a stack of identical layers over a grid of tokens."""
 
     grid: Grid
@@ -61,14 +61,14 @@ class AttentionStack(_Site):
     base_init: Literal["timm", "pytorch"] = "timm"
 
     @property
-    def sizes(self) -> AttentionStack:
+    def sizes(self) -> AttentionSizes:
         """The site without its arrays, because static arguments of jit must be hashable."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(AttentionStack)}
-        return AttentionStack(**values | {"qk_scale": float(self.qk_scale)})  # may be a JAX scalar
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(AttentionSizes)}
+        return AttentionSizes(**values | {"qk_scale": float(self.qk_scale)})  # may be a JAX scalar
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionSite(AttentionStack):
+class AttentionSite(AttentionSizes):
     """Attention in a model that adds positions to its tokens, as in ViT.
 
     >>> positions = si.sincos_positions(grid=(8, 8), width=96)
@@ -102,7 +102,7 @@ class AttentionSite(AttentionStack):
 
 
 @dataclasses.dataclass(frozen=True)
-class WindowSite(AttentionStack):
+class WindowSite(AttentionSizes):
     """Attention within windows, as in Swin.
 
     Instead of positions, the model adds a relative position bias to the logits, which schemes set.
@@ -114,7 +114,7 @@ class WindowSite(AttentionStack):
 
 
 @dataclasses.dataclass(frozen=True)
-class RotarySite(AttentionStack):
+class RotarySite(AttentionSizes):
     """Attention with rotary positions (RoPE), in a model that adds no positions to its tokens.
 
     An angle θ turns the channels (a, b) of a pair into (a cos θ - b sin θ, b cos θ + a sin θ).

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, Real
 
-from structinit_jax.augment.rand_augment import apply_where
+from structinit_jax.augment.transforms import apply_where
 from structinit_jax.rngs import draw_flat
 
 NUM_QUANTILES = 4097  # in the table of `beta_quantile`

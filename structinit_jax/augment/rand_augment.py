@@ -6,7 +6,6 @@ they are reduced to five kernels, each of which runs only on the images that nee
 
 import functools
 import re
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,8 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
 from structinit_jax.augment import transforms
+from structinit_jax.augment.transforms import apply_where
 
-CHUNKS = 16  # into which `apply_where` divides a batch
 PROBABILITY = 0.5  # of applying each drawn operation
 MAX_MAGNITUDE = 10.0
 # The operations in timm's order, and the kernel that computes each (see `_apply_operation`).
@@ -213,27 +212,3 @@ def _apply_lut(image, operation, argument):
     # every pixel. Pixel values are exact in any floating-point format that a product may use.
     lut = jnp.einsum("t,tcv->cv", selected.astype(jnp.float32), candidates.astype(jnp.float32))
     return transforms.apply_lut(image, lut.astype(jnp.uint8))
-
-
-def apply_where(
-    function: Callable[..., Array], mask: Bool[Array, " B"], images: Array, *arguments: Array
-) -> Array:
-    """Applies a function to the images selected by a mask; leaves the others unchanged.
-
-    The selected images are gathered into chunks of a sixteenth of the batch, and a loop runs over
-    as many chunks as they fill. If the batch is sharded over devices, call this within
-    `jax.shard_map`, because the number of selected images differs between devices. `function` maps
-    `(image, *arguments)` of a single example to an image of the same shape.
-    """
-    B = len(images)
-    size = -(-B // CHUNKS)
-    # Indices are padded to full chunks with B. It is out of bounds: reads clip it, writes drop it.
-    selected = jnp.nonzero(mask, size=CHUNKS * size, fill_value=B)[0]
-
-    def update_chunk(chunk, images):
-        index = jax.lax.dynamic_slice_in_dim(selected, chunk * size, size)
-        inputs = (x.at[index].get(mode="clip") for x in (images, *arguments))
-        return images.at[index].set(jax.vmap(function)(*inputs), mode="drop")
-
-    count = jnp.sum(mask, dtype=jnp.int32)
-    return jax.lax.fori_loop(0, (count + size - 1) // size, update_chunk, images)

@@ -4,13 +4,16 @@ They follow the arithmetic of Pillow and torchvision; docstrings say where the r
 Operations that map each pixel value separately are lookup tables (`lut`) of 256 entries.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int, Key, UInt8
+from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
 VALUES = np.arange(256, dtype=np.int32)  # all pixel values: also the identity lookup table
+CHUNKS = 16  # into which `apply_where` divides a batch
 
 
 # -- crops, flips and warps ------------------------------------------------------------------------
@@ -189,3 +192,30 @@ def smooth(image: UInt8[Array, "C H W"]) -> Int[Array, "C H W"]:
 def _lut_index(image):
     """Returns the index of each pixel's value in a flattened `[C, 256]` table."""
     return 256 * jnp.arange(len(image))[:, None, None] + image.astype(jnp.int32)
+
+
+# -- on a part of a batch --------------------------------------------------------------------------
+
+
+def apply_where(
+    function: Callable[..., Array], mask: Bool[Array, " B"], images: Array, *arguments: Array
+) -> Array:
+    """Applies a function to the images selected by a mask; leaves the others unchanged.
+
+    The selected images are gathered into chunks of a sixteenth of the batch, and a loop runs over
+    as many chunks as they fill. If the batch is sharded over devices, call this within
+    `jax.shard_map`, because the number of selected images differs between devices. `function` maps
+    `(image, *arguments)` of a single example to an image of the same shape.
+    """
+    B = len(images)
+    size = -(-B // CHUNKS)
+    # Indices are padded to full chunks with B. It is out of bounds: reads clip it, writes drop it.
+    selected = jnp.nonzero(mask, size=CHUNKS * size, fill_value=B)[0]
+
+    def update_chunk(chunk, images):
+        index = jax.lax.dynamic_slice_in_dim(selected, chunk * size, size)
+        inputs = (x.at[index].get(mode="clip") for x in (images, *arguments))
+        return images.at[index].set(jax.vmap(function)(*inputs), mode="drop")
+
+    count = jnp.sum(mask, dtype=jnp.int32)
+    return jax.lax.fori_loop(0, (count + size - 1) // size, update_chunk, images)

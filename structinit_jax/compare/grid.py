@@ -12,6 +12,7 @@ from typing import Any
 import flax
 import jax
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
 from ml_collections import ConfigDict
 
 from structinit_jax import __version__, files
@@ -20,9 +21,10 @@ from structinit_jax.compare import report
 from structinit_jax.compare.settings import find_baselines
 from structinit_jax.data.source import digest
 from structinit_jax.errors import (
+    FullDiskError,
     InputError,
     InUseError,
-    StoppedError,
+    PreemptedError,
     prefixed,
     printable,
     require,
@@ -33,7 +35,7 @@ from structinit_jax.training.checkpoint_files import digest_of
 from structinit_jax.training.metrics import format_duration
 from structinit_jax.training.state import make_initializer
 from structinit_jax.training.step import make_train_step
-from structinit_jax.training.train import NOT_FINITE_EXIT_CODE, PREEMPTED_EXIT_CODE, train
+from structinit_jax.training.train import train
 
 PATIENCE = 60.0  # seconds; other processes of a comparison hold its lock only while they start
 
@@ -57,7 +59,8 @@ def run_grid(
     Raises:
       InputError: A setting cannot be trained, or the workdir holds a conflicting comparison or
         runs that its `compare.json` does not list.
-      StoppedError: A signal stopped the runs, or the disk is full.
+      PreemptedError: A signal stopped the runs.
+      FullDiskError: The disk is full.
     """
     for name, config in settings.items():
         with prefixed(f"setting {name}: "):
@@ -113,6 +116,7 @@ def describe_setting(
             digests = digests | {f"start_from {path}": digest_of(Path(path).expanduser())}
     return {
         "config": json.loads(config.to_json()),
+        "fields": config_lib.to_fields(config),  # with the scheme's defaults, which may change
         "data": digests,
         "num_examples": num_examples,
         "num_steps": schedule.num_steps,
@@ -135,8 +139,9 @@ def _merge(workdir, new, settings, rows):
             earlier = [old[name]]
             place = f"the setting {name} in {workdir}"
             config = settings[name].copy_and_resolve_references()
-            config.seed = old[name]["config"]["seed"]  # each run has its own
-            workdir_lib.check_config(old[name]["config"], config, workdir_lib.RESULTS, place)
+            saved = old[name].get("fields", old[name]["config"])  # earlier versions lack the former
+            config.seed = saved["seed"]  # each run has its own
+            workdir_lib.check_config(saved, config, workdir_lib.RESULTS, place)
             facts["seeds"] = sorted({*old[name]["seeds"], *facts["seeds"]})
         elif (workdir / name).exists():
             raise InputError(
@@ -146,7 +151,7 @@ def _merge(workdir, new, settings, rows):
             digests = [each["data"][data] for each in earlier if data in each["data"]]
             if digests and new_digest not in digests:
                 raise InputError(
-                    f"--workdir={workdir} holds results for other weights, images, labels or "
+                    f"--workdir={workdir} was started with other weights, images, labels or "
                     f"classes of {data}: restore the old ones, or use another --workdir"
                 )
     merged = old | new
@@ -161,15 +166,27 @@ def _find_rows(old, new):
     A command with a single scheme adds to the comparison: it changes no baseline, but can be one
     for earlier settings that had none.
     """
-    configs = {name: facts["config"] for name, facts in new.items()}
+    configs = _configs(new)
     kept = {}
     if len({config["attention_init"]["name"] for config in configs.values()}) == 1:
-        configs = {name: facts["config"] for name, facts in old.items()} | configs
+        configs = _configs(old) | configs
         baselines = {name: facts["baseline"] for name, facts in old.items()}
         kept = {name: value for name, value in baselines.items() if value is not None}
     baselines = find_baselines(configs) | kept
     names = [name for name in configs if name in new or name not in kept]
     return {name: {"baseline": baselines[name], "published": "", "note": ""} for name in names}
+
+
+def _configs(settings):
+    """Returns what decides the results of settings: the fields of their configs, and the data."""
+    configs = {}
+    for name, facts in settings.items():
+        fields = flatten_dict(facts["config"], sep=".")
+        for field in fields.copy():
+            if workdir_lib.decides(field) == workdir_lib.NOTHING:
+                del fields[field]
+        configs[name] = unflatten_dict(fields, sep=".") | {"digests": facts["data"]}
+    return configs
 
 
 def _describe_machine() -> str:
@@ -212,8 +229,7 @@ def _train_all(workdir, info, settings, seeds) -> int:
                 left = (time.perf_counter() - began) / trained * (total - number)
                 print(label, f"{run.result}; about {format_duration(left)} left", flush=True)
                 if stop.reached(0):  # by a signal during the last step
-                    text = "stopped: run the same command again to resume"
-                    raise StoppedError(text, PREEMPTED_EXIT_CODE)
+                    raise PreemptedError("stopped: run the same command again to resume")
     return failed
 
 
@@ -237,10 +253,9 @@ def _train(config, run, label, stop):
         try:
             train(config.lock(), run.folder, stop_request=stop, on_evaluation=show_evaluation)
             error_file.unlink()
+        except (PreemptedError, FullDiskError):  # they stop all runs
+            raise
         except Exception as error:  # including those of your own schemes and data sets
-            # A signal or a full disk stops all runs, a state that is not finite only its own.
-            if isinstance(error, StoppedError) and error.exit_code != NOT_FINITE_EXIT_CODE:
-                raise
             traceback.print_exc(file=log)
             text = printable(f"{type(error).__name__}: {error}".splitlines()[0])
             files.write_atomically(error_file, text + "\n")

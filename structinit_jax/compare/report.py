@@ -26,6 +26,7 @@ from structinit_jax.training.workdir import COMPARISON
 # File of a run that is not done: empty, or the reason in one line if the run has failed.
 ERROR = "error.txt"
 CURVES = "curves.png"
+DESCRIBED = ("data.name", "data.train_split", "data.eval_split", "data.data_dir")
 LINES = ("-", "--", ":", "-.")  # a style for each pass through the colors
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -170,7 +171,7 @@ def _other_fields(settings) -> list[str]:
         }
         groups = _group(unnamed)
         is_option = groups and field.startswith("attention_init.")
-        if not field.startswith("data.") and (len(groups) > 1 or is_option):
+        if field not in DESCRIBED and (len(groups) > 1 or is_option):
             lines.append(f"- {field}: {', '.join(f'{v} ({names})' for v, names in groups.items())}")
     return ["\n".join(["Other fields:\n", *lines])] if lines else []
 

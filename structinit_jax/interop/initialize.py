@@ -18,7 +18,7 @@ from structinit_jax.attention_init import (
     RotarySite,
     WindowSite,
 )
-from structinit_jax.attention_init.sites import GRID, AttentionStack, Grid, check_shape, draw_stacks
+from structinit_jax.attention_init.sites import GRID, AttentionSizes, Grid, check_shape, draw_stacks
 from structinit_jax.errors import InputError, require, warn
 from structinit_jax.interop.foreign_model import ForeignModel, find_models, square_grid
 from structinit_jax.interop.layouts import (
@@ -118,7 +118,7 @@ def _find_site(
     grid: Grid | None,
     positions: np.ndarray | jax.Array | None,
     rotations: Any | None,
-) -> AttentionStack:
+) -> AttentionSizes:
     """Returns the site of a model's attention layers; for arguments and errors see `initialize`."""
     model.require_assumptions()
     if scale := model.layer_scale():
@@ -235,7 +235,7 @@ def _advances_evenly(rotations: Complex[np.ndarray, "L h N p"], grid: Grid) -> b
     )
 
 
-def _write(model: ForeignModel, weights: AttentionWeights, site: AttentionStack) -> Leaves:
+def _write(model: ForeignModel, weights: AttentionWeights, site: AttentionSizes) -> Leaves:
     """Returns new values of the leaves that a scheme's weights change."""
     new = model.write_attention(weights)
     if weights.bias is not None:

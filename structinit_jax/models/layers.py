@@ -19,7 +19,6 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from structinit_jax.attention_init import draws
 from structinit_jax.attention_init.sites import check_shape
 from structinit_jax.errors import InputError, require
-from structinit_jax.rngs import draw_flat
 
 Rng = PRNGKeyArray | None
 RESIDUAL = "residual"  # the `jax.checkpoint` name of what `keep` marks
@@ -39,9 +38,8 @@ def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return (wide * (0.5 + 0.5 * jax.lax.erf(wide * 0.5**0.5))).astype(x.dtype)
 
 
-def truncated_normal(rng, shape, dtype=jnp.float32):
-    """Initializes like timm's ViT and Swin, with a standard deviation of 0.02."""
-    return draw_flat(functools.partial(draws.trunc_normal, std=0.02), rng, shape, dtype)
+# The initializer of timm's ViT and Swin.
+truncated_normal = functools.partial(draws.trunc_normal, std=0.02)
 
 
 def uniform_init(bound: float) -> nnx.Initializer:
@@ -210,15 +208,10 @@ class StackedBlock(nnx.Module):
     """Base class of blocks to be stacked by `model.make_stack`, which sets `is_stack`.
 
     A trainer can set two functions for a stack that runs on several devices. `model.run_stack`
-    calls `hook` with each block and runs the block that it returns. `on_shards` returns a function
-    of an array [B, ...] that is applied to each device's part of the batch.
+    calls `gather` with each block and runs the block that it returns. `on_shards` returns a
+    function of an array [B, ...] that is applied to each device's part of the batch.
     """
 
     is_stack: bool = False
-    hook: Callable[[nnx.Module], nnx.Module] | None = None
+    gather: Callable[[nnx.Module], nnx.Module] | None = None
     on_shards: Callable[[Callable[[Array], Array]], Callable[[Array], Array]] | None = None
-
-
-def is_stack(node: object) -> bool:
-    """Whether a node of a model is a stack of blocks, whose arrays have a leading layer axis."""
-    return isinstance(node, StackedBlock) and node.is_stack

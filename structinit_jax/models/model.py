@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from structinit_jax.attention_init import AttentionInit, AttentionWeights, Site, Weights
 from structinit_jax.attention_init.sites import check_shape, draw_stacks
 from structinit_jax.errors import Check, PositiveInt, require
-from structinit_jax.models.layers import RESIDUAL, Rng, StackedBlock, is_stack, set_weight
+from structinit_jax.models.layers import RESIDUAL, Rng, StackedBlock, set_weight
 
 _KEEP_LINEAR = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 _KEEP_NAMED = jax.checkpoint_policies.save_only_these_names(RESIDUAL)
@@ -135,13 +135,16 @@ class Model(nnx.Module):
         """
         raise NotImplementedError
 
-    def stacks(self) -> tuple[str, ...]:
-        """Returns the path of each stack of blocks (`make_stack`), such as 'stage1/blocks'.
+    def stacks(self) -> dict[str, StackedBlock]:
+        """Returns the stacks of blocks (`make_stack`) by path, such as 'stage1/blocks'.
 
         All arrays below these paths, and no others, have a leading layer axis.
         """
-        paths = [path for path, node in nnx.iter_graph(self) if is_stack(node)]
-        return tuple("/".join(map(str, path)) for path in paths)
+        return {
+            "/".join(map(str, path)): node
+            for path, node in nnx.iter_graph(self)
+            if isinstance(node, StackedBlock) and node.is_stack
+        }
 
     def decays(self, path: Sequence[str | int]) -> bool:
         """Returns whether weight decay applies to a parameter, given its path in the model.
@@ -202,44 +205,10 @@ class Model(nnx.Module):
             table[...] = weights.position_scale * table[...]
 
 
-class InitStream(nnx.RngStream):
-    """An `nnx.RngStream` for the creation of a model, which counts its keys in Python.
-
-    Flax 0.12.8 counts them in an array. When JAX traces the creation of a model, every key then
-    looks up an attribute that tracers lack, for which JAX formats the traced program: most of the
-    trace. With Flax 0.12.12, `nnx.Rngs` is as fast.
-    """
-
-    num_keys: int = 0
-
-    def __call__(self) -> PRNGKeyArray:
-        """Returns the next key."""
-        rng = jax.random.fold_in(self.key[...], self.num_keys)
-        self.num_keys += 1
-        return rng
-
-    # Streams that modules keep, such as those of `nnx.Dropout`, must count from step to step.
-
-    def fork(self, *, split: int | tuple[int, ...] | None = None) -> nnx.RngStream:
-        """Returns a stream of the next key, or of as many keys as `split` says."""
-        return nnx.RngStream(self(), tag=self.tag) if split is None else self.split(split)
-
-    def split(self, k: int | tuple[int, ...]) -> nnx.RngStream:
-        """Returns a stream of k keys."""
-        return nnx.RngStream(jax.random.split(self(), k), tag=self.tag)
-
-
-def make_rngs(rng: PRNGKeyArray) -> nnx.Rngs:
-    """Returns `nnx.Rngs(rng)`, but faster to trace with Flax 0.12.8."""
-    rngs = nnx.Rngs(rng)
-    rngs.default = InitStream(rng, tag="default")
-    return rngs
-
-
 def make_stack(block: type[StackedBlock], depth: int, *, rngs: nnx.Rngs, **options) -> StackedBlock:
     """Returns `depth` blocks, each made by `block(**options, rngs=...)`, as one module."""
     layer_rngs = jax.random.split(rngs.params(), depth)
-    blocks = jax.vmap(lambda rng: block(**options, rngs=make_rngs(rng)))(layer_rngs)
+    blocks = jax.vmap(lambda rng: block(**options, rngs=nnx.Rngs(rng)))(layer_rngs)
     blocks.is_stack = True
     return blocks
 
@@ -257,7 +226,7 @@ def run_stack(
     """Runs a stack of blocks with `lax.scan` or, on CUDA devices, one by one.
 
     A scan compiles deep models as fast as shallow ones, but its copies into and out of stacked
-    arrays make a ViT's training step take 17 to 35 % longer on an H100. A stack with a `hook` is
+    arrays make a ViT's training step take 17 to 35 % longer on an H100. A stack with a `gather` is
     scanned on CUDA devices too, which bounds memory.
 
     A block is called as `block(x, drop_path_rate=..., rng=..., **options) -> (x, intermediates)`,
@@ -280,8 +249,8 @@ def run_stack(
         outs = []
         for i, static in enumerate(cycle):
             block, rate, block_rng = jax.tree.map(operator.itemgetter(i), layers)
-            if blocks.hook is not None:
-                block = blocks.hook(block)
+            if blocks.gather is not None:
+                block = blocks.gather(block)
             x, out = block(x, drop_path_rate=rate, rng=block_rng, **static, **options)
             # The scan passes a copy of each block, so what it may have updated is returned.
             outs.append((out, nnx.state(block, nnx.Not(nnx.Param))))
@@ -308,7 +277,7 @@ def run_stack(
     steps = jax.tree.map(
         lambda leaf: leaf[:whole].reshape(whole // period, period, *leaf.shape[1:]), layers
     )
-    if blocks.hook is None:
+    if blocks.gather is None:
         x, outs = jax.lax.platform_dependent(x, steps, cuda=unroll, default=scan)
     else:
         x, outs = scan(x, steps)

@@ -312,10 +312,10 @@ def _computed(model: Model) -> dict[str, np.ndarray]:
     if isinstance(model, VisionTransformer) and model.position_kind == "sincos":
         return {"pos_embed": _sincos(model.grid, model.width, model.num_prefix)}
     if isinstance(model, ConvMixer):
-        names = [entry.name for entry in _convmixer(model)]
-        norms = [name.removesuffix("running_mean") for name in names if "running_mean" in name]
         # PyTorch uses the number of batches only with momentum=None, which timm does not set.
-        return {f"{norm}num_batches_tracked": np.zeros((), np.int64) for norm in norms}
+        names = [entry.name for entry in _convmixer(model) if "running_mean" in entry.name]
+        counts = [name.replace("running_mean", "num_batches_tracked") for name in names]
+        return {count: np.zeros((), np.int64) for count in counts}
     return {}
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from structinit_jax.attention_init import AttentionInit, AttentionSite, RotarySite
 from structinit_jax.attention_init.positions import sincos_positions
 from structinit_jax.attention_init.rotary import rotary_angles
-from structinit_jax.attention_init.sites import AttentionStack
+from structinit_jax.attention_init.sites import AttentionSizes
 from structinit_jax.errors import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, checked
 from structinit_jax.models import layers
 from structinit_jax.models.layers import BASE_INITS, BaseInit, Rng
@@ -126,7 +126,7 @@ class VisionTransformer(Model):
         if attention_init is not None:
             self.initialize_attention(attention_init, rngs.params())
 
-    def sites(self) -> dict[str, AttentionStack]:
+    def sites(self) -> dict[str, AttentionSizes]:
         """See `Model.sites`."""
         options = dict(grid=self.grid, base_init=self.base_init, **self.blocks.sizes())
         if self.position_kind == "rope":

@@ -195,11 +195,6 @@ def find_step(directory: epath.PathLike, wanted: str | int = "newest") -> int | 
     return _from_process_0(step)
 
 
-def read_run(directory: epath.PathLike, step: int) -> dict[str, Any]:
-    """Reads the record saved with a checkpoint; see `checkpoint_files.read_run`."""
-    return checkpoint_files.read_run(epath.Path(directory) / str(step))
-
-
 def restore(directory: epath.PathLike, step: int, abstract_state: TrainState) -> TrainState:
     """Restores a training state with the shapes, types and shardings of an abstract one.
 

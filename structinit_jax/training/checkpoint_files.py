@@ -82,14 +82,14 @@ def intact_runs(folders: Iterable[epath.Path]) -> Iterator[tuple[int, dict[str, 
             print(f"note: skipping checkpoint {folder}: {reason}")
 
 
-def read_run(folder: epath.Path) -> dict[str, Any]:
+def read_run(folder: epath.PathLike) -> dict[str, Any]:
     """Reads `run.json`; raises `InputError` if it is damaged or from another package version.
 
     Its fields are 'version', 'step', 'num_indexes', 'config', 'class_names' (by label),
     'data_digest' (of the training split), 'accuracy' (None if the step was not evaluated) and
     'evaluation' (how the accuracy was measured).
     """
-    run = _read_json(folder / RUN_FILE)
+    run = _read_json(epath.Path(folder) / RUN_FILE)
     if (version := run.get("version", 1)) != VERSION:
         raise OtherVersionError(
             f"{folder} has format version {version}, but this package reads version {VERSION}: "

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import jaxlib.version
 import numpy as np
 from jax.experimental import multihost_utils
 
-from structinit_jax.errors import InputError, InUseError
+from structinit_jax.errors import InputError, InUseError, require
 
 LOST_TIMEOUT = 60  # seconds of silence after which a process is considered lost
 
@@ -60,6 +61,9 @@ def join(
         )
     except (RuntimeError, ValueError) as error:
         raise InputError(f"cannot join the other processes: {error}") from error
+    counts = Counter(device.process_index for device in jax.devices())
+    needs = "the same for all processes: check which devices each of them may use"
+    require("devices of each process", dict(counts), needs, len(set(counts.values())) == 1)
     if jax.process_count() > 1 and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         # Only process 0 writes to the cache. When it finds a program there, the other processes
         # would wait for its share of the autotuning of GPU kernels.

@@ -23,6 +23,7 @@ from structinit_jax.errors import InputError, printable, require
 from structinit_jax.files import csv_text, open_path, write_atomically
 from structinit_jax.training import build, checkpoint, sharding
 from structinit_jax.training import workdir as workdir_lib
+from structinit_jax.training.checkpoint_files import read_run
 from structinit_jax.training.state import AbstractModel, TrainState, abstract_state
 from structinit_jax.training.step import MAX_IN_FLIGHT
 
@@ -142,7 +143,7 @@ def restore_model(
             f"workdir={str(workdir)!r} must be a run with an intact checkpoint{evaluated} for "
             f"step={step!r}; it has {steps}"
         )
-    run = checkpoint.read_run(directory, number)
+    run = read_run(directory / str(number))
     place = f"step {number} in {workdir}"
     if changed := workdir_lib.check_config(run["config"], config, level, place):
         print(f"config changed since {place}:\n{changed}")

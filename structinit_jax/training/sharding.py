@@ -11,11 +11,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from structinit_jax.errors import require
-from structinit_jax.models.layers import is_stack
+from structinit_jax.models.model import Model
 
 FSDP_AXIS = "fsdp"  # axis of the mesh over which weights are sharded
 # Smaller arrays (norms, biases, the class token) are not worth an all-gather.
@@ -118,7 +117,7 @@ def _weight_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
 # -- weights in a step -----------------------------------------------------------------------------
 
 
-def place_stacks(model: nnx.Module, mesh: Mesh) -> None:
+def place_stacks(model: Model, mesh: Mesh) -> None:
     """Prepares a model's stacks to run on the devices of a mesh; see `StackedBlock`.
 
     With FSDP, they gather the sharded weights of each block when it runs. The weights of the other
@@ -127,12 +126,11 @@ def place_stacks(model: nnx.Module, mesh: Mesh) -> None:
     spec = PartitionSpec(mesh.axis_names)
     on_shards = functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
     gather = functools.partial(jax.tree.map, functools.partial(_gather, mesh=mesh))
-    for _, node in nnx.iter_graph(model):
-        if is_stack(node):
-            if mesh.size > 1:
-                node.on_shards = on_shards
-            if mesh.shape[FSDP_AXIS] > 1:
-                node.hook = gather
+    for stack in model.stacks().values():
+        if mesh.size > 1:
+            stack.on_shards = on_shards
+        if mesh.shape[FSDP_AXIS] > 1:
+            stack.gather = gather
 
 
 def _gather(weight, mesh):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
 import optax
-from flax import nnx
+from flax import nnx, traverse_util
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 from ml_collections import ConfigDict
 from safetensors import SafetensorError
@@ -22,7 +22,6 @@ from safetensors.numpy import load_file
 from structinit_jax.attention_init.solve import reach_warning
 from structinit_jax.config import make_attention_init
 from structinit_jax.errors import InputError, prefixed, printable, require
-from structinit_jax.models.model import InitStream
 from structinit_jax.models.timm import select_weights
 from structinit_jax.rngs import split_seed
 from structinit_jax.training import sharding
@@ -82,11 +81,8 @@ def abstract_model(
             # Before Python 3.14, Flax takes such an array for a constant, and a tracer is left.
             is_array = isinstance(value, jax.core.Tracer | jax.ShapeDtypeStruct)
             require(f"{type(node).__name__}.{name}", value, needs, not is_array)
-        kind = type(node).__name__
-        needs = "left out: keep a stream of its own, such as nnx.Rngs(rngs.params()), or use rng"
-        require("rngs in the model", kind, needs, not isinstance(node, InitStream))
     sharding.place_stacks(model, mesh)
-    stacks = model.stacks()
+    stacks = tuple(model.stacks())
     graphdef, params, model_state = split_model(model)
     for tree, is_trained in ((params, True), (model_state, False)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -95,9 +91,7 @@ def abstract_model(
             needs = "of a floating-point type, as it is trained: make it an nnx.Variable"
             is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
             require(name, leaf, needs, is_float or not is_trained)
-    decayed = jax.tree_util.tree_map_with_path(
-        lambda path, _: model.decays([key.key for key in path]), params
-    )
+    decayed = traverse_util.path_aware_map(lambda path, _: model.decays(list(path)), params)
     params = sharding.shard_params(params, mesh, stacks)
     everywhere = sharding.replicated(mesh)
     model_state = jax.tree.map(lambda leaf: leaf.update(sharding=everywhere), model_state)

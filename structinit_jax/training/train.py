@@ -16,18 +16,14 @@ from ml_collections import ConfigDict
 from structinit_jax import config as config_lib
 from structinit_jax import files
 from structinit_jax.data.loader import make_loader
-from structinit_jax.errors import StoppedError, require_function
+from structinit_jax.errors import NotFiniteError, PreemptedError, require_function
 from structinit_jax.training import build, checkpoint, distributed, sharding
 from structinit_jax.training import state as state_lib
 from structinit_jax.training import workdir as workdir_lib
+from structinit_jax.training.checkpoint_files import read_run
 from structinit_jax.training.evaluation import make_evaluator, write_by_class
 from structinit_jax.training.metrics import MetricsLog, Progress, StepTrace, average
 from structinit_jax.training.step import MAX_IN_FLIGHT, make_train_step
-
-# Exit code of a run that was stopped by a signal: EX_TEMPFAIL in sysexits.h, "try again later".
-PREEMPTED_EXIT_CODE = 75
-# A launcher must not restart such a run: it would end the same way.
-NOT_FINITE_EXIT_CODE = 2
 
 
 def train(
@@ -54,8 +50,9 @@ def train(
 
     Raises:
       InputError: The config, the data or the workdir cannot be used.
-      StoppedError: A signal stopped the run, its state is not finite, or the disk is full.
-        Checkpoints are intact.
+      PreemptedError: A signal stopped the run.
+      NotFiniteError: The state is not finite.
+      FullDiskError: The disk is full. In all three cases, checkpoints are intact.
     """
     with contextlib.ExitStack() as on_exit:
         began = time.perf_counter()
@@ -94,7 +91,7 @@ def train(
         start_step = checkpoints.latest_step or 0
         place = f"step {start_step} in {workdir}"
         if start_step:
-            saved = checkpoint.read_run(checkpoints.directory, start_step)
+            saved = read_run(checkpoints.directory / str(start_step))
             workdir_lib.check_resume(saved, record, config, schedule.num_steps, place)
         with distributed.shared_errors():  # a host may lack the file of `config.start_from`
             initialize = None if start_step else state_lib.make_initializer(config, model)
@@ -213,10 +210,9 @@ def train(
                     break
             if stops:
                 checkpoints.wait_for_all()
-                raise StoppedError(
+                raise PreemptedError(
                     f"stopped by a signal after step {step} of {schedule.num_steps}, with a "
-                    "checkpoint: run the same command again to resume",
-                    exit_code=PREEMPTED_EXIT_CODE,
+                    "checkpoint: run the same command again to resume"
                 )
         if not evaluation:  # The run had already reached its last step.
             evaluation = evaluate(state)
@@ -232,18 +228,17 @@ def train(
 
 
 def _check_finite(steps, checkpoints, config):
-    """Raises `StoppedError` for the first step after which the state is not finite."""
+    """Raises `NotFiniteError` for the first step after which the state is not finite."""
     for step, values in steps.items():
         if values["finite"]:
             continue
         checkpoints.wait_for_all()
         trust = " --trust_workdir" if config_lib.own_code(config) else ""
-        raise StoppedError(
+        raise NotFiniteError(
             f"after step {step} the state is not finite (loss {values['loss']}, gradient norm "
             f"{values['gradient_norm']}, learning rate {values['learning_rate']}).\n"
             f"To see the images of this step, run python -m structinit_jax.show --step={step} "
             f"--workdir={checkpoints.directory.parent}{trust}. The training command resumes from "
             f"step {checkpoints.latest_step or 0} and repeats the step: lower config.learning_rate "
-            "or set config.clip_norm",
-            exit_code=NOT_FINITE_EXIT_CODE,
+            "or set config.clip_norm"
         )
