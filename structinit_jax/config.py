@@ -351,8 +351,6 @@ def _explain(path: str) -> Iterator[None]:
     """Turns an error of a config file into an `InputError` that names the line."""
     try:
         yield
-    except InputError:
-        raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [f":{frame.lineno}" for frame in frames if frame.filename == path]

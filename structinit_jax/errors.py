@@ -203,7 +203,6 @@ def check_fields(owner: Callable[..., Any], values: Mapping[str, Any], prefix: s
     Messages show `prefix` before the name of the field.
     """
     hints = typing.get_type_hints(owner, include_extras=True)
-    hints.pop("return", None)
     for name, value in values.items():
         if name not in hints:
             raise InputError(f"{prefix}{name} does not exist: {suggest(name, hints)}")

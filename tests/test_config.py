@@ -99,7 +99,7 @@ def test_mistaken_options_of_a_scheme_name_the_section(options):
 def test_a_new_scheme_keeps_the_options_that_it_takes(former, capsys):
     config = make_config()
     config.attention_init = dict(former, kernel_size=5, dilation=2, norm=1.0)
-    config_lib.set_field(config, "attention_init.name", "impulse_2024")
+    config_lib.set_field(config.lock(), "attention_init.name", "impulse_2024")
     assert config.attention_init.to_dict() == dict(name="impulse_2024", kernel_size=5)
     assert "'impulse_2024' does not use dilation\n" in capsys.readouterr().out
 

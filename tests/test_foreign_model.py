@@ -133,6 +133,7 @@ REFUSED = {  # parameters, by a part of the message
     r"proj\.weight has shape \(3, 64, 192\), as if": lambda: changed(
         blocks__0__attn__proj__weight=np.ones((3, 64, 192), np.float32)
     ),
+    "several position tables": lambda: changed(decoder_pos_embed=state_dict("timm")["pos_embed"]),
     "has type ShapeDtypeStruct": lambda: jax.eval_shape(lambda: state_dict("timm")),
     r"hold no attention layers .* blocks\.1\.attn\.proj": lambda: without("blocks.1.attn.qkv"),
     r"hold no attention layers [^:]*, only fc\.weight": lambda: shapes(norm=(8,), fc=(8, 4)),

@@ -157,6 +157,21 @@ def test_of_a_large_set_all_sizes_and_a_sample_are_covered(root, monkeypatch):
         path.write_bytes(b"longer than before")
         assert of_folder(root, "train") != [before]
         path.write_bytes(b"pixels")
+    # The labels of a list are covered too.
+    records = [{"image": PIXELS, "label": 0} for _ in range(20)]
+    listed = Dataset.from_records("mine", {"train": records}, "ab").split("train")
+    before = digest(listed, "ab")
+    records[1]["label"] = 1
+    assert digest(listed, "ab") != before
+
+
+def test_of_a_small_set_all_images_are_covered(root, monkeypatch):
+    monkeypatch.setattr(source_lib, "MAX_DIGESTED", 1)
+    (before,) = of_folder(root, "train")
+    for path in (root / "train").rglob("*.png"):
+        path.write_bytes(b"others")
+        assert of_folder(root, "train") != [before]
+        path.write_bytes(b"pixels")
 
 
 @pytest.mark.parametrize("kind", [list, tuple])  # a tuple is only sampled, like other records

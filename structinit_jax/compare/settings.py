@@ -105,14 +105,13 @@ def find_baselines(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, str | 
 # -- tables of the papers --------------------------------------------------------------------------
 
 
-def read_table(table: str, words: Iterable[str] = ()) -> dict[str, dict[str, str]]:
+def read_table(table: str, words: Sequence[str] = ()) -> dict[str, dict[str, str]]:
     """Returns the rows of a table in `configs/papers.csv` by name, each as a dict by column.
 
     Keeps only rows whose name has all the words. Raises `InputError` if there are none.
     """
     needs = "given in a clone of the repository, which has configs/papers.csv"
     require("--table", table, needs, PAPERS.exists())
-    words = list(words)
     every = list(csv.DictReader(read_file(PAPERS).decode().splitlines()))
     rows = {row["row"]: row for row in every if row["table"] == table}
     if not rows:
