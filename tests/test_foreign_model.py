@@ -48,6 +48,10 @@ def linear_layers_of_flax(name, leaf):
     return name.removesuffix("weight") + ("kernel" if leaf.ndim > 1 else "scale"), leaf.T
 
 
+def layers_of_keras(name, leaf):
+    return name.replace("blocks.1.attn", "attn_1").replace("blocks.0.attn", "attn"), leaf
+
+
 def layers_in_chunks(name, leaf):
     return name.replace("blocks.1.", "blocks.1.1.").replace("blocks.0.", "blocks.0.0."), leaf
 
@@ -62,6 +66,7 @@ def a_longer_name_of_the_class_token(name, leaf):
         (own_names, ("w", "w", "w", "fc.0")),
         (own_names, ("msa.w", "msa.w", "msa.w", "msa.fc.0")),
         (linear_layers_of_flax, None),
+        (layers_of_keras, None),
         (layers_in_chunks, None),
         (a_longer_name_of_the_class_token, None),
     ],

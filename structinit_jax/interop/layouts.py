@@ -236,8 +236,9 @@ def find_stacks(leaves: Leaves, projections: Sequence[str] | None) -> list[Stack
     wanted = "known names" if projections is None else f"projections={tried[0]}"
     raise InputError(
         f"params hold no attention layers with {wanted}, only {names}: if all layers have linear "
-        "projections of the same shape, from and to all channels, pass the names of these modules "
-        "as projections=(query, key, value, out); other attention is not supported"
+        "projections of the same shape, from and to all channels, pass the names of these modules, "
+        "which hold a 'weight' or 'kernel', as projections=(query, key, value, out); other "
+        "attention is not supported"
     )
 
 
@@ -280,8 +281,10 @@ def _numbered(names: Iterable[str]) -> list[list[str]]:
     """
     templates: dict[str, list[tuple[list[int], str]]] = {}
     for name in names:
-        numbers = [int(number) for number in _NUMBER.findall(name)]
-        templates.setdefault(_NUMBER.sub("#", name), []).append((numbers, name))
+        # Keras gives no number to the first of several modules: attention, attention_1, ...
+        numbered = re.sub(r"(?<=[a-z])(?=\.|$)", "_0", name)
+        numbers = [int(number) for number in _NUMBER.findall(numbered)]
+        templates.setdefault(_NUMBER.sub("#", numbered), []).append((numbers, name))
     groups: dict[tuple, list[str]] = {}
     for template, members in templates.items():
         columns = zip(*(numbers for numbers, _ in members), strict=True)
