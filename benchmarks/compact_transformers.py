@@ -5,7 +5,7 @@
 CHECKOUT is a clone of github.com/SHI-Labs/Compact-Transformers (commit cd11f09). IMAGES and the
 recipe are those of configs/vit_cifar10_small.py; RandAugment is timm's. With --scheme=default, the
 model keeps the weights that its code draws. Prints the test accuracy every 4 epochs. Needs torch,
-timm and torchvision.
+timm, torchvision and Pillow 11 (newer versions may refuse the posterize operation of timm 1.0.31).
 """
 
 import argparse

@@ -43,7 +43,7 @@ def run(
     define_flags: Callable[[], None] = lambda: None,
     shared: Sequence[str] = tuple(SHARED),
 ) -> None:
-    """Runs a command and exits. An `InputError` exits with its `exit_code` and no traceback.
+    """Runs a command and exits. Our own errors exit with their `exit_code` and no traceback.
 
     `main` is called with the config fields that the command line sets. `define_flags` defines the
     flags specific to the command; `shared` lists the flags of `SHARED` that it also takes.
@@ -59,16 +59,14 @@ def run(
         FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[name])
     try:
         app.run(main, flags_parser=_parse_flags)
-    except InputError as error:
+    except (InputError, FullDiskError) as error:
         # Messages of other libraries can quote files, so the text is escaped. It is written in one
         # piece because processes that train together share a terminal.
         text = printable(str(error), keep="\n")
         print(f"error: {text}\n", end="", file=sys.stderr, flush=True)
         _exit_now(error.exit_code)
     except StoppedError as error:
-        print(printable(str(error), keep="\n"), file=sys.stderr, flush=True)
-        if isinstance(error, FullDiskError):
-            _exit_now(error.exit_code)
+        print(printable(str(error), keep="\n"), file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:  # not the first Ctrl-C in the training loop, which saves a checkpoint
         print("interrupted", file=sys.stderr, flush=True)

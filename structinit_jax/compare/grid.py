@@ -182,10 +182,8 @@ def _configs(settings):
     configs = {}
     for name, facts in settings.items():
         fields = flatten_dict(facts["config"], sep=".")
-        for field in fields.copy():
-            if workdir_lib.decides(field) == workdir_lib.NOTHING:
-                del fields[field]
-        configs[name] = unflatten_dict(fields, sep=".") | {"digests": facts["data"]}
+        kept = {k: v for k, v in fields.items() if workdir_lib.decides(k) < workdir_lib.NOTHING}
+        configs[name] = unflatten_dict(kept, sep=".") | {"digests": facts["data"]}
     return configs
 
 
