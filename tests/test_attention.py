@@ -110,6 +110,18 @@ def test_a_padded_token_changes_neither_attention_nor_gradients(monkeypatch):
     close(found, expected, 3e-2)
 
 
+def test_second_derivatives_are_those_of_jaxs_attention():
+    def derivatives(attend):
+        gradients = jax.grad(lambda *arrays: jnp.sin(attend(*arrays)).sum(), range(4))
+        return jax.jit(lambda *arrays: jax.jvp(gradients, arrays, arrays)[1])(*arrays)
+
+    rngs = jax.random.split(jax.random.key(0), 4)
+    arrays = [jax.random.normal(rng, (2, 16, 2, 8)) for rng in rngs[:3]]
+    arrays.append(jax.random.normal(rngs[3], (1, 2, 16, 16)))
+    ours = derivatives(attention.dot_product_attention)
+    close(ours, derivatives(jax.nn.dot_product_attention), 1e-4)
+
+
 def test_one_product_projects_like_three():
     options = dict(dtype=jnp.bfloat16, bias_init=nnx.initializers.normal())
     layers = tuple(nnx.LinearGeneral(16, (2, 8), **options, rngs=nnx.Rngs(i)) for i in range(3))

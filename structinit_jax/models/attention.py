@@ -149,7 +149,9 @@ def _attend_forward(query, key, value, bias):
 
 def _attend(query, key, value, bias):
     logits = _logits(query, key, bias)
-    largest = logits.max(axis=-1, keepdims=True)
+    # The maximum cancels in the results, but its derivative can be NaN where two fusions round the
+    # logits differently.
+    largest = jax.lax.stop_gradient(logits).max(axis=-1, keepdims=True)
     exponentials = jnp.exp(logits - largest)
     total = exponentials.sum(axis=-1, keepdims=True)
     # Normalize the product rather than the maps: d columns instead of M.
