@@ -81,7 +81,7 @@ def test_the_readmes_optimizer_makes_the_updates_of_kernels_orthogonal(mine):
     _, params, _ = split_model(model)
     rng = np.random.default_rng(0)
     grads = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), params)
-    abstract = AbstractModel(*[None] * 5, stacks=model.stacks(), decayed={})
+    abstract = AbstractModel(*[None] * 5, stacks=tuple(model.stacks()), decayed={})
     optimizer = build.make_optimizer(config, lambda step: 0.1, abstract)
 
     @jax.jit
