@@ -18,6 +18,7 @@ from structinit_jax.attention_init import AttentionWeights, ConvWeights, TokenMi
 from structinit_jax.errors import InputError
 from structinit_jax.models import FAMILIES, VARIANTS, check_fields, create_model, default_config
 from structinit_jax.models.layers import PatchEmbedding
+from structinit_jax.models.model import make_rngs
 from structinit_jax.training.state import split_model
 
 COUNTS = json.loads((references.HERE / "parameter_counts.json").read_text())
@@ -65,7 +66,7 @@ def test_variants_have_timms_parameter_counts(name):
     options = default_config(name)
     check_fields(options)
     create = functools.partial(create_model, options, channels=3)
-    model = nnx.eval_shape(lambda: create(rngs=nnx.Rngs(jax.random.key(0))))
+    model = nnx.eval_shape(lambda: create(rngs=make_rngs(jax.random.key(0))))
     expected = COUNTS.get(name)  # the papers' variants are not in timm
     assert expected in (None, parameter_overview.count_parameters(split_model(model)[1]))
     assert expected or name.endswith("patch2_32") or name.startswith("convmixer_")
@@ -143,6 +144,13 @@ def test_layers_start_with_weights_of_their_own(family):
         for name, leaf in jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(stack))):
             if name[-1].key == "kernel" and len(leaf) > 1:
                 assert np.any(leaf[0] != leaf[1]), jax.tree_util.keystr(name)
+
+
+def test_rngs_have_the_keys_of_nnx():
+    ours, theirs = make_rngs(jax.random.key(5)), nnx.Rngs(jax.random.key(5))
+    for name in ("params", "params", "dropout"):
+        keys = [jax.random.key_data(getattr(rngs, name)()) for rngs in (ours, theirs)]
+        np.testing.assert_array_equal(*keys)
 
 
 def test_models_say_which_arrays_have_a_layer_axis():

@@ -53,7 +53,6 @@ class Kept(Base):
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.rngs = options["rngs"]
         self.single = Counting(rngs=options["rngs"])
         self.blocks = make_stack(Counting, 3, rngs=options["rngs"])
 
@@ -113,6 +112,12 @@ def test_blocks_without_a_layer_axis_are_no_stack(config):
     assert optax.tree.get(state.opt_state, "best_value") <= metrics["loss"]
 
 
+class Stored(Base):
+    def __init__(self, *, rngs, **options):
+        super().__init__(rngs=rngs, **options)
+        self.rngs = rngs
+
+
 class Empty(Base):
     def __init__(self, **options):
         super().__init__(**options)
@@ -133,6 +138,7 @@ class LogitsOnly(Base):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("Stored", r"^config.model.*rngs in the model=.* nnx\.Rngs\(rngs\.params\(\)\)"),
         ("Empty", r"^config.model.*: model: prompts=.* must be not empty: "),
         ("Whole", r"^config.model.*: model: index=.* nnx\.Variable"),
         ("LogitsOnly", r"^config\.model: the result of __call__=.* return logits, \{\}"),

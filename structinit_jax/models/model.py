@@ -205,10 +205,44 @@ class Model(nnx.Module):
             table[...] = weights.position_scale * table[...]
 
 
+class InitStream(nnx.RngStream):
+    """An `nnx.RngStream` for the creation of a model, which counts its keys in Python.
+
+    Flax 0.12.8 counts them in an array. When JAX traces the creation of a model, every key then
+    looks up an attribute that tracers lack, for which JAX formats the traced program: most of the
+    trace. With Flax 0.12.12, `nnx.Rngs` is as fast.
+    """
+
+    num_keys: int = 0
+
+    def __call__(self) -> PRNGKeyArray:
+        """Returns the next key."""
+        rng = jax.random.fold_in(self.key[...], self.num_keys)
+        self.num_keys += 1
+        return rng
+
+    # Streams that modules keep, such as those of `nnx.Dropout`, must count from step to step.
+
+    def fork(self, *, split: int | tuple[int, ...] | None = None) -> nnx.RngStream:
+        """Returns a stream of the next key, or of as many keys as `split` says."""
+        return nnx.RngStream(self(), tag=self.tag) if split is None else self.split(split)
+
+    def split(self, k: int | tuple[int, ...]) -> nnx.RngStream:
+        """Returns a stream of k keys."""
+        return nnx.RngStream(jax.random.split(self(), k), tag=self.tag)
+
+
+def make_rngs(rng: PRNGKeyArray) -> nnx.Rngs:
+    """Returns `nnx.Rngs(rng)`, but faster to trace with Flax 0.12.8."""
+    rngs = nnx.Rngs(rng)
+    rngs.default = InitStream(rng, tag="default")
+    return rngs
+
+
 def make_stack(block: type[StackedBlock], depth: int, *, rngs: nnx.Rngs, **options) -> StackedBlock:
     """Returns `depth` blocks, each made by `block(**options, rngs=...)`, as one module."""
     layer_rngs = jax.random.split(rngs.params(), depth)
-    blocks = jax.vmap(lambda rng: block(**options, rngs=nnx.Rngs(rng)))(layer_rngs)
+    blocks = jax.vmap(lambda rng: block(**options, rngs=make_rngs(rng)))(layer_rngs)
     blocks.is_stack = True
     return blocks
 

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import optax
 from etils import epath
-from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -26,6 +25,7 @@ from structinit_jax.data.source import Dataset, ImageSource, check_classes, coun
 from structinit_jax.errors import InputError, find, prefixed, require
 from structinit_jax.files import is_url
 from structinit_jax.models import create_model
+from structinit_jax.models.model import make_rngs
 from structinit_jax.training import optimizer as optimizer_lib
 from structinit_jax.training import sharding
 from structinit_jax.training.optimizer import Schedule
@@ -184,7 +184,7 @@ def make_model(config: ConfigDict, mesh: Mesh) -> AbstractModel:
     options = config.model.to_dict() | {"image_size": config.data.image_size}
 
     def create(rng):
-        return create_model(options, channels=config.data.channels, rngs=nnx.Rngs(rng))
+        return create_model(options, channels=config.data.channels, rngs=make_rngs(rng))
 
     with prefixed("config.model and config.data: "):
         return abstract_model(create, mesh)

@@ -22,6 +22,7 @@ from safetensors.numpy import load_file
 from structinit_jax.attention_init.solve import reach_warning
 from structinit_jax.config import make_attention_init
 from structinit_jax.errors import InputError, prefixed, printable, require
+from structinit_jax.models.model import InitStream
 from structinit_jax.models.timm import select_weights
 from structinit_jax.rngs import split_seed
 from structinit_jax.training import sharding
@@ -81,6 +82,9 @@ def abstract_model(
             # Before Python 3.14, Flax takes such an array for a constant, and a tracer is left.
             is_array = isinstance(value, jax.core.Tracer | jax.ShapeDtypeStruct)
             require(f"{type(node).__name__}.{name}", value, needs, not is_array)
+        kind = type(node).__name__
+        needs = "left out: keep a stream of its own, such as nnx.Rngs(rngs.params()), or use rng"
+        require("rngs in the model", kind, needs, not isinstance(node, InitStream))
     sharding.place_stacks(model, mesh)
     stacks = tuple(model.stacks())
     graphdef, params, model_state = split_model(model)
