@@ -9,6 +9,7 @@ timm, torchvision and Pillow 11 (newer versions may refuse the posterize operati
 """
 
 import argparse
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -25,7 +26,7 @@ from structinit_jax.data.folder import open_folder
 from structinit_jax.interop import initialize
 from structinit_jax.training import build
 
-CONFIG = load_config("configs/vit_cifar10_small.py")
+CONFIG = load_config(Path(__file__).parent.parent / "configs" / "vit_cifar10_small.py")
 EVAL_BATCH = 500
 
 
