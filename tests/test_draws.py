@@ -82,6 +82,18 @@ def test_mimetic_weights_are_the_programs_factors_as_stored_by_pytorch():
     np.testing.assert_allclose(singular, singular * np.eye(WIDTH), atol=1e-4)
 
 
+@pytest.mark.parametrize("rank", [8, 24])
+def test_a_product_is_split_as_by_its_singular_values(rank):
+    products = draws.near_identity(RNG, (2, 24), noise=0.7, identity=0.7)
+    a, b = draws.split_product(products, rank)
+    u, s, vt = np.linalg.svd(products)
+    best = np.einsum("LDk,Lk,LkE->LDE", u[..., :rank], s[:, :rank], vt[:, :rank])
+    np.testing.assert_allclose(np.einsum("LDk,LEk->LDE", a, b), best, atol=1e-5)
+    for factor in (a, b):
+        gram = np.einsum("LDk,LDl->Lkl", factor, factor)
+        np.testing.assert_allclose(gram, s[:, :rank, None] * np.eye(rank), atol=1e-5)
+
+
 def test_more_channels_in_heads_than_in_the_model_are_refused():
     wide_heads = dataclasses.replace(SITE, num_heads=2, head_dim=32)
     with pytest.raises(InputError, match=r"num_heads=2 .*48 / 32"):
