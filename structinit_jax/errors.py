@@ -225,7 +225,8 @@ def _check_of(hint: Any) -> Check:
     arguments = typing.get_args(hint)
     match typing.get_origin(hint):
         case typing.Annotated:
-            return next(x for x in hint.__metadata__ if isinstance(x, Check))
+            checks = [x for x in hint.__metadata__ if isinstance(x, Check)]
+            return checks[0] if checks else _check_of(arguments[0])
         case typing.Literal:
             return Check(f"one of {', '.join(map(repr, arguments))}", arguments.__contains__)
         case typing.Union | types.UnionType:

@@ -18,7 +18,7 @@ class Fields:
     flip: errors.Probability = 0.5
     pool: Literal["mean", "class_token"] = "mean"
     norm: bool = True
-    name: str = ""
+    name: Annotated[str, "of a layer"] = ""
     heads: errors.PositiveInt | tuple[errors.PositiveInt, ...] = 3
     mean: tuple[float, ...] = (0.5,)
     even: Annotated[int, errors.Check("an even number", lambda x: x % 2 == 0)] = 2
