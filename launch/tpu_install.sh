@@ -38,6 +38,7 @@ if (($#)); then
     sudo apt-get install --yes -o DPkg::Lock::Timeout=300 gcsfuse # Ubuntu updates itself at boot
   fi
   mkdir -p ~/bucket
-  mountpoint ~/bucket || gcsfuse --implicit-dirs "$1" ~/bucket
+  ! mountpoint ~/bucket || fusermount -u ~/bucket # perhaps another bucket
+  gcsfuse --implicit-dirs "$1" ~/bucket
 fi
 touch ~/installed

@@ -32,5 +32,9 @@ for ((i = 0; i < 600; i++)); do
   if ! $running || [[ $new =~ devices:|joined ]]; then break; fi
   sleep 0.2
 done
-head -n 30 <<< "$new"
-$running || wait $!
+if $running; then
+  head -n 30 <<< "$new"
+else
+  tail -n 30 <<< "$new"
+  wait $!
+fi

@@ -12,6 +12,9 @@ import types
 from pathlib import Path
 from typing import NamedTuple
 
+# Before NumPy is imported: the workers' threads would wait for each other.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import fork_main
 
 os.environ["XLA_FLAGS"] = (

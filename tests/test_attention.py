@@ -181,6 +181,26 @@ def test_devices_compute_their_own_images(axis_type):
     assert not re.search("all-gather|all-reduce|all-to-all|collective-permute", program)
 
 
+def test_a_bias_that_mapped_devices_share_has_the_gradient_of_the_whole_batch():
+    rngs = jax.random.split(jax.random.key(0), 4)
+    images = [jax.random.normal(rng, (4, 16, 2, 8)) for rng in rngs[:3]]
+    bias = jax.random.normal(rngs[3], (1, 2, 16, 16))
+
+    def loss(bias, *images):
+        return jnp.sin(attention.dot_product_attention(*images, bias)).mean()
+
+    def loss_over_devices(bias, *images):
+        return jax.lax.pmean(loss(bias, *images), "data")
+
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    specs = (PartitionSpec(), *[PartitionSpec("data")] * 3)
+    mapped = jax.shard_map(
+        jax.grad(loss_over_devices), mesh=mesh, in_specs=specs, out_specs=PartitionSpec()
+    )
+    found = jax.jit(mapped)(bias, *images)
+    np.testing.assert_allclose(found, jax.grad(loss)(bias, *images), atol=1e-7)
+
+
 def test_large_maps_are_exported_for_every_batch_size():
     arrays = [jax.ShapeDtypeStruct(export.symbolic_shape("b, 128, 8, 4"), jnp.float32)] * 3
     exported = export.export(jax.jit(attention.dot_product_attention))(*arrays)

@@ -35,6 +35,16 @@ def test_a_workdir_is_not_among_the_classes(tiny_config, tmp_path):
     build.require_outside_images(tiny_config, tmp_path / "run")
 
 
+def test_a_platform_whose_devices_are_missing_is_refused(tiny_config):
+    former = jax.config.jax_platforms
+    jax.config.update("jax_platforms", "cuda,cpu")
+    try:
+        with pytest.raises(InputError, match=r"^JAX_PLATFORMS='cuda,cpu' must"):
+            build.make_mesh(tiny_config)
+    finally:
+        jax.config.update("jax_platforms", former)
+
+
 @pytest.mark.parametrize(
     ("fields", "note"),
     [

@@ -144,9 +144,10 @@ def test_a_slice_that_cannot_be_had_is_not_waited_for(tmp_path):
 
 def test_a_tpu_worker_has_one_run_whose_mistake_is_shown(tmp_path):
     (tmp_path / "venv" / "bin").mkdir(parents=True)
-    programs(tmp_path / "venv" / "bin", python="echo error: a mistake; exit 2")
+    programs(tmp_path / "venv" / "bin", python="seq 99; echo error: a mistake; exit 2")
     result = launch("tpu_run.sh", "--config=c", HOME=str(tmp_path))
-    assert (result.returncode, result.stdout) == (2, "error: a mistake\n")
+    assert result.returncode == 2
+    assert result.stdout.endswith("99\nerror: a mistake\n")
     with (tmp_path / "run.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         result = launch("tpu_run.sh", "--config=c", HOME=str(tmp_path))
@@ -158,6 +159,17 @@ def test_a_tpu_worker_has_one_run_whose_mistake_is_shown(tmp_path):
     for script in ("tpu_run.sh", "tpu_install.sh"):
         result = launch(script, "--help", HOME="/nowhere")
         assert (result.returncode, result.stdout.count(script)) == (0, 1)
+
+
+def test_a_tpu_worker_mounts_the_bucket_that_was_named_last(tmp_path):
+    log = f'echo $(basename "$0") "$@" >> {tmp_path}/log'
+    mounted = f"grep -q gcsfuse {tmp_path}/log"
+    path = programs(tmp_path, uv="", gcsfuse=log, fusermount=log, mountpoint=mounted)
+    for bucket in ("old", "new"):
+        assert launch("tpu_install.sh", bucket, HOME=str(tmp_path), **path).returncode == 0
+    mounts = [f"gcsfuse --implicit-dirs {name} {tmp_path}/bucket" for name in ("old", "new")]
+    unmount = f"fusermount -u {tmp_path}/bucket"
+    assert (tmp_path / "log").read_text().splitlines() == [mounts[0], unmount, mounts[1]]
 
 
 def jobset(*options):

@@ -210,8 +210,8 @@ def _gradients(query, key, value, y, normalizer, gradient, bias):
     logit_gradient = maps * (map_gradient - mean[..., None])
     bias_gradient = None
     if bias is not None:
-        shared = logit_gradient.sum(axis=0, keepdims=True) if len(bias) == 1 else logit_gradient
-        bias_gradient = shared.astype(bias.dtype)
+        # JAX sums over what was broadcast, in `jax.shard_map` over the devices too.
+        (bias_gradient,) = jax.vjp(lambda bias: maps + bias, bias)[1](logit_gradient)
     scaled = (logit_gradient * query.shape[-1] ** -0.5).astype(query.dtype)
     query_gradient = jnp.einsum("bhnm,bhmd->bhnd", scaled, key)
     key_gradient = jnp.einsum("bhnd,bhnm->bhdm", query, scaled)

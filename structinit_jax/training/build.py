@@ -126,6 +126,10 @@ def data_bytes(config: ConfigDict, num_examples: int, num_eval_examples: int) ->
 
 def make_mesh(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Arranges the devices in a mesh; by default, all devices of all processes."""
+    wanted = jax.config.jax_platforms or "cpu"
+    # JAX passes over 'cuda' without an error where there is no /dev/nvidia*, as without a driver.
+    found = wanted.startswith("cpu") or jax.default_backend() != "cpu"
+    require("JAX_PLATFORMS", wanted, "the platform of devices that JAX finds", found)
     with prefixed("config."):
         mesh = sharding.make_mesh(config.fsdp, devices)
     batch_size = config.batch_size
