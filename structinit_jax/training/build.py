@@ -129,7 +129,8 @@ def make_mesh(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -
     wanted = jax.config.jax_platforms or "cpu"
     # JAX passes over 'cuda' without an error where there is no /dev/nvidia*, as without a driver.
     found = wanted.startswith("cpu") or jax.default_backend() != "cpu"
-    require("JAX_PLATFORMS", wanted, "the platform of devices that JAX finds", found)
+    needs = "the platform of devices that JAX finds; check the driver, for example with nvidia-smi"
+    require("JAX_PLATFORMS", wanted, needs, found)
     with prefixed("config."):
         mesh = sharding.make_mesh(config.fsdp, devices)
     batch_size = config.batch_size
