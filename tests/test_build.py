@@ -11,7 +11,7 @@ from structinit_jax.data.source import Dataset
 from structinit_jax.errors import InputError
 from structinit_jax.models.model import Model
 from structinit_jax.models.vit import VisionTransformer
-from structinit_jax.training import build
+from structinit_jax.training import build, train
 from structinit_jax.training.build import bytes_needed, check_memory, explain_errors
 from structinit_jax.training.state import make_initializer
 
@@ -35,14 +35,15 @@ def test_a_workdir_is_not_among_the_classes(tiny_config, tmp_path):
     build.require_outside_images(tiny_config, tmp_path / "run")
 
 
-def test_a_platform_whose_devices_are_missing_is_refused(tiny_config):
+def test_a_platform_whose_devices_are_missing_is_refused_at_the_start(tiny_config, tmp_path):
     former = jax.config.jax_platforms
     jax.config.update("jax_platforms", "cuda,cpu")
     try:
         with pytest.raises(InputError, match=r"^JAX_PLATFORMS='cuda,cpu' must"):
-            build.make_mesh(tiny_config)
+            train.train(tiny_config, tmp_path / "run")
     finally:
         jax.config.update("jax_platforms", former)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

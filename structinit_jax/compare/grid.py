@@ -97,6 +97,7 @@ def describe_setting(
     """
     data = config.data
     with prefixed(f"setting {name}: "):
+        mesh = build.make_mesh(config)
         dataset = build.open_data(config)
         key = data.to_json()
         if key not in splits:
@@ -108,7 +109,7 @@ def describe_setting(
             splits[key] = len(train_source), digests
         num_examples, digests = splits[key]
         schedule = build.make_schedule(config, num_examples)
-        model = build.make_model(config, build.make_mesh(config))
+        model = build.make_model(config, mesh)
         make_initializer(config, model)  # checks that the scheme fits
         optimizer = build.make_optimizer(config, schedule.learning_rate, model)
         make_train_step(config, model, optimizer, schedule.learning_rate)

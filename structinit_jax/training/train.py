@@ -59,8 +59,9 @@ def train(
         on_exit.enter_context(build.explain_errors())
         on_exit.enter_context(files.report_full_disk(workdir))
 
-        # -- Data and workdir ----------------------------------------------------------------------
+        # -- Mesh, data and workdir ----------------------------------------------------------------
         config_lib.validate(config)
+        mesh = build.make_mesh(config)
         if on_evaluation is not None:
             require_function("on_evaluation", on_evaluation, ("step", "results"))
         with distributed.shared_errors():
@@ -71,8 +72,7 @@ def train(
         with distributed.shared_errors():
             train_source, eval_source = build.open_splits(config, dataset)
 
-        # -- Mesh, schedule, model, optimizer and step: checked here, allocated below --------------
-        mesh = build.make_mesh(config)
+        # -- Schedule, model, optimizer and step: checked here, allocated below --------------------
         schedule = build.make_schedule(config, len(train_source))
         model = build.make_model(config, mesh)
         optimizer = build.make_optimizer(config, schedule.learning_rate, model)
