@@ -51,6 +51,9 @@ def run(
     # Tracing creates many long-lived objects: at Python's default threshold, garbage collection
     # took a fifth of the time.
     gc.set_threshold(100_000)
+    # JAX loads SciPy's LAPACK later. On a busy CPU, its threads wait for each other: `mimetic` took
+    # up to 100 times as long.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     define_flags()
     for name in shared:
         define = flags.DEFINE_bool if name == "trust_workdir" else flags.DEFINE_string
