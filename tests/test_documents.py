@@ -139,7 +139,7 @@ GIVEN = {
 def test_an_example_runs(name, request, tmp_path, monkeypatch):
     code = EXAMPLES[name]
     given = "".join(text for part, text in GIVEN.items() if part in code)
-    if needs := re.search(r"^import .*\b(timm|datasets)\b", given + code, re.MULTILINE):
+    if needs := re.search(r"^import .*\b(timm|datasets|keras_hub)\b", given + code, re.MULTILINE):
         pytest.importorskip(needs[1])
     monkeypatch.chdir(tmp_path)
     if name == "predict":

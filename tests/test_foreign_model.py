@@ -128,7 +128,7 @@ REFUSED = {  # parameters, by a part of the message
         if name.startswith("blocks.1.")
     },
     r"norm2\.bias is not 0": lambda: changed(blocks__1__norm2__bias=ONES),
-    "positions: .* width 192: pass": lambda: without("pos_embed"),
+    "positions: .* width 192 with 'pos' in its name: rename": lambda: without("pos_embed"),
     r"\.qkv\.weight .*not supported": lambda: changed(blocks__1__attn__qkv__weight=WIDE),
     "^grid: patch_embed": lambda: changed(patch_embed__proj__weight=SEQUENCE_PATCHES),
     r"attn\.proj\.bias has dtype int8": lambda: changed(blocks__1__attn__proj__bias=np.int8(ONES)),

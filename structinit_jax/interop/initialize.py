@@ -166,9 +166,10 @@ def _find_site(
     if grid is not None:
         return AttentionSite(grid=grid, **model.sizes())  # some schemes need no positions
     raise InputError(
-        f"positions: params hold no position table of width {model.width}: pass positions=[N, D]; "
-        f"or, in a model that rotates queries and keys, rotations={ROTATIONS}; or, for a scheme "
-        "that needs no positions ('mimetic'), grid=(rows, cols)"
+        f"positions: params hold no position table of width {model.width} with 'pos' in its name: "
+        "rename a table that has another name, or pass the fixed encoding that the model adds as "
+        f"positions=[N, D]; or, in a model that rotates queries and keys, rotations={ROTATIONS}; "
+        "or, for a scheme that needs no positions ('mimetic'), grid=(rows, cols)"
     )
 
 
