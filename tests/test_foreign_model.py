@@ -128,6 +128,10 @@ REFUSED = {  # parameters, by a part of the message
         if name.startswith("blocks.1.")
     },
     r"norm2\.bias is not 0": lambda: changed(blocks__1__norm2__bias=ONES),
+    # The last stage has a single layer.
+    r"several kinds .*stages\.1\.blocks\.0": lambda: {
+        name: leaf for name, leaf in stages().items() if "stages.1.blocks.1" not in name
+    },
     "positions: .* width 192 with 'pos' in its name: rename": lambda: without("pos_embed"),
     r"\.qkv\.weight .*not supported": lambda: changed(blocks__1__attn__qkv__weight=WIDE),
     "^grid: patch_embed": lambda: changed(patch_embed__proj__weight=SEQUENCE_PATCHES),

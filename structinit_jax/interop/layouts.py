@@ -201,8 +201,10 @@ class Stack(NamedTuple):
 def find_stack(leaves: Leaves, projections: Sequence[str] | None) -> Stack:
     """Finds the attention layers of a model with a single grid of tokens; see `find_stacks`."""
     stacks = find_stacks(leaves, projections)
-    # A single attention layer next to a stack of layers pools tokens.
-    stacks = [stack for stack in stacks if stack.stacked or len(stack.attentions) > 1] or stacks
+    # A single attention layer next to a stack pools tokens, unless it is named like a layer.
+    several = [stack for stack in stacks if stack.stacked or len(stack.attentions) > 1] or stacks
+    layers = {_NUMBER.sub("#", stack.attentions[0]) for stack in several}
+    stacks = [stack for stack in stacks if _NUMBER.sub("#", stack.attentions[0]) in layers]
     if len(stacks) == 1:
         return stacks[0]
     names = [stack.attentions[0] for stack in stacks]
