@@ -120,6 +120,7 @@ REFUSED = {  # parameters, by a part of the message
     r"params is a Module, .* state_dict\(\)": Module,
     "q_norm.weight may change the attention": lambda: changed(blocks__0__attn__q_norm__weight=ONES),
     "norm1.alpha may change the attention": lambda: changed(blocks__0__norm1__alpha=ONES[:1]),
+    "norm1.linear.weight may change": lambda: changed(blocks__0__norm1__linear__weight=WIDE),
     "rel_pos.* may change the attention": lambda: changed(rel_pos__mlp__fc1__weight=ONES),
     r"norm1\.weight is not 1": lambda: changed(blocks__1__norm1__weight=2 * ONES),
     r"params: norm1\.weight is not 1": lambda: {  # a single block
@@ -178,12 +179,19 @@ def test_arguments_that_do_not_fit_are_refused(message, options):
         interop.initialize(state_dict("timm"), normal_scheme, RNG, **options)
 
 
-def test_a_linear_layer_is_no_position_table():
+def test_a_linear_layer_is_no_norm():
+    params = changed(blocks__0__1__net__0__weight=2 * WIDE)
+    assert site_of(params, num_heads=HEADS).grid == (14, 14)
+
+
+def test_linear_layers_and_queries_are_no_position_tables():
     params = {k: v for k, v in state_dict("huggingface").items() if "position" not in k}
     square = {"pos_proj.weight": np.ones((36, 32), np.float32)}
     assert site_of(params | square, num_heads=4).grid == (6, 6)
-    with pytest.raises(InputError, match=r"^positions: .* no position table"):
-        site_of(params | square | {"pos_proj.bias": np.ones(36, np.float32)}, num_heads=4)
+    queries = {"query_position_embeddings.weight": np.ones((36, 32), np.float32)}
+    for others in (square | {"pos_proj.bias": np.ones(36, np.float32)}, queries):
+        with pytest.raises(InputError, match=r"^positions: .* no position table"):
+            site_of(params | others, num_heads=4)
 
 
 def test_a_table_can_have_a_row_that_the_model_drops():

@@ -65,6 +65,15 @@ def test_maps_are_recorded_in_inference_mode_too():
         np.testing.assert_allclose(maps, same, atol=1e-6)
 
 
-def test_a_model_without_maps_is_refused():
-    with pytest.raises(InputError, match=r"^model: "):
-        torch_maps(torch.nn.Linear(4, 4), torch.ones(2, 4, 4))
+class Flex(torch.nn.Module):
+    def forward(self, x):
+        from torch.nn.attention.flex_attention import flex_attention
+
+        return flex_attention(x, x, x)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("model", [torch.nn.Linear(4, 4), Flex()])
+def test_a_model_without_maps_is_refused(model):
+    with pytest.raises(InputError, match=r"^model: the call computed no softmax"):
+        torch_maps(model, torch.ones(2, 1, 4, 4))

@@ -25,12 +25,15 @@ from structinit_jax.interop.layouts import (
 )
 
 # Patterns of names without the model's stem; for norms, without the block's prefix.
-_POSITIONS = r"(?:.*\.)?(?:[^.]*pos[^.]*(?:\.(?:embeddings?|weight))?|wpe)"
+_POSITIONS = r"(?:.*\.)?(?:(?!query)[^.]*pos[^.]*(?:\.(?:embeddings?|weight))?|wpe)"
 _EXTRA_TOKENS = (
     r"(?i:(?:.*\.)?(?:cls|class|dist|distillation|reg|registers?|storage)"
     r"(?:_?(?:tok|tokens?|emb|embed|embeddings?))*)"
 )
-_RELATIVE = r"(?:.*[._])?(?:rel_pos|relative_pos|relative_att|position_bias|attention_bias).*"
+# Relative positions, and norms that depend on a condition.
+_CHANGES_MAPS = (
+    r"(?:.*[._])?(?:rel_pos|relative_pos|relative_att|position_bias|attention_bias|norm1\.linear).*"
+)
 _WORDS = r"(?:.*\.)?(?:token_embedding|word_embeddings|embed_tokens|wte)(?:\..*)?"
 _ROTARY = r"(?:.*[._])?(?:rope|rotary|freqs).*"
 _PATCH_NORM = r"(?i:(?:.*\.)?(?:[^.]*patch.*|embeddings\.rms_norm)\.(?:weight|scale|gamma))"
@@ -185,7 +188,7 @@ class ForeignModel:
                         f"params: {name} is not {start}: schemes need a freshly built model, whose "
                         "norms before attention and MLP start with scale 1 and bias 0"
                     )
-            elif is_norm or name.startswith(inside) or self._matches(_RELATIVE, name):
+            elif is_norm or name.startswith(inside) or self._matches(_CHANGES_MAPS, name):
                 is_table = self.bias_tables and name.endswith(_BIAS_TABLE)
                 is_rotary = not self.bias_tables and self._matches(_ROTARY, name)
                 # `rotary_positions` and `layer_scale` find these, and their callers report them.
@@ -301,6 +304,8 @@ class ForeignModel:
         if self.stack.attentions == ("",):  # The attention layer is the model: no block around it.
             return False
         module = name.rpartition(".")[0]
+        if np.ndim(self.leaves.get(f"{module}.weight")) > 1:  # a linear layer
+            return False
         block = next(filter(name.startswith, self.stack.blocks), None)
         return block is not None and _NORMS.fullmatch(module.removeprefix(block)) is not None
 

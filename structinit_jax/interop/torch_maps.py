@@ -30,12 +30,20 @@ def torch_maps(model: Any, images: Any) -> list[Float[np.ndarray, "B h T T"]]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     found = []
+    unseen = InputError(
+        "model: the call computed no softmax over square logits [..., T, T]: pass a model that is "
+        "not compiled, computes its attention in torch and does not choose a fused kernel"
+    )
     modes = [(module, module.training) for module in model.modules()]
     fast_path = torch.backends.mha.get_fastpath_enabled()
 
     class Recorder(TorchDispatchMode):
+        supports_higher_order_operators = True
+
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             kwargs = kwargs or {}
+            if not hasattr(function, "decompose"):  # a higher-order operator: flex_attention
+                raise unseen
             with self:  # in inference mode, operations that contain a softmax arrive intact
                 out = function.decompose(*args, **kwargs)
             if out is not NotImplemented:
@@ -57,8 +65,5 @@ def torch_maps(model: Any, images: Any) -> list[Float[np.ndarray, "B h T T"]]:
         for module, training in modes:
             module.training = training
     if not found:
-        raise InputError(
-            "model: the call computed no softmax over square logits [..., T, T]: pass a model that "
-            "is not compiled, computes its attention in torch and does not choose a fused kernel"
-        )
+        raise unseen
     return found
