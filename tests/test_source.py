@@ -11,7 +11,7 @@ from structinit_jax.data.images import BadImageError
 from structinit_jax.data.source import Dataset, DatasetInfo, digest, parse_split, split_size
 from structinit_jax.errors import InputError
 
-INFO = DatasetInfo(10, 1, {"train": 57, "test": 9})
+INFO = DatasetInfo(10, 1, {"train": 57, "test": 9, "extra": 5})
 PIXELS = np.zeros((4, 4, 3), np.uint8)
 
 
