@@ -91,19 +91,23 @@ LEARNED = make_site(
 )
 
 
-def test_2025_target_scale_noise_and_norms_are_options():
-    options = dict(target_scale=40.0, target_noise=1.0, query_key_norm=2.0)
+@pytest.mark.parametrize(
+    "options", [{}, dict(target_scale=40.0, target_noise=1.0, query_key_norm=2.0)]
+)
+def test_2025_target_scale_noise_and_norms_are_options(options):
+    defaults = dict(target_scale=1000.0, target_noise=3.0, query_key_norm=7.0)
+    scale, factor, norm = (defaults | options).values()
     weights = attention_init.impulse_2025(**options)(jax.random.key(0), LEARNED)
     noise_rng = jax.random.split(jax.random.split(jax.random.key(0))[0], 12)[0]
-    noise = 0.6 * jax.random.truncated_normal(noise_rng, -2 / 0.6, 2 / 0.6, (36, 36))
+    noise = 0.6 * factor * jax.random.truncated_normal(noise_rng, -2 / 0.6, 2 / 0.6, (36, 36))
     target = target_maps(LEARNED.grid)[4]
-    logits = 40.0 * target + np.asarray(noise, np.float64) * (target == 0)
+    logits = scale * target + np.asarray(noise, np.float64) * (target == 0)
     x = layer_norm(18 * np.asarray(LEARNED.positions), 1e-5)
     u, s, vt = np.linalg.svd(x, full_matrices=False)
     inverse = vt[:8].T @ np.diag(1 / s[:8]) @ u[:, :8].T
     u, s, vt = np.linalg.svd(inverse @ logits @ inverse.T)
-    # Both factors, of norm (Σ s)^1/2, are scaled to a norm of 2.
-    expected = 4 * (u[:, :8] * s[:8]) @ vt[:8] / s[:8].sum()
+    # Both factors, of norm (Σ s)^1/2, are scaled to the norm.
+    expected = norm**2 * (u[:, :8] * s[:8]) @ vt[:8] / s[:8].sum()
     product = weights.query[0, :, 0] @ weights.key[0, :, 0].T
     np.testing.assert_allclose(product, expected, atol=2e-3 * np.abs(expected).max())
 
