@@ -146,11 +146,17 @@ def test_layers_start_with_weights_of_their_own(family):
                 assert np.any(leaf[0] != leaf[1]), jax.tree_util.keystr(name)
 
 
+@pytest.mark.filterwarnings("ignore:The 'split' argument of 'fork'")  # for a newer method
 def test_rngs_have_the_keys_of_nnx():
-    ours, theirs = make_rngs(jax.random.key(5)), nnx.Rngs(jax.random.key(5))
-    for name in ("params", "params", "dropout"):
-        keys = [jax.random.key_data(getattr(rngs, name)()) for rngs in (ours, theirs)]
-        np.testing.assert_array_equal(*keys)
+    both = (make_rngs(jax.random.key(5)), nnx.Rngs(jax.random.key(5)))
+    for draw in (
+        lambda rngs: rngs.params(),
+        lambda rngs: rngs.params(),
+        lambda rngs: rngs.default.fork()(),
+        lambda rngs: rngs.default.fork(split=2).key[...],
+        lambda rngs: rngs.dropout(),
+    ):
+        np.testing.assert_array_equal(*[jax.random.key_data(draw(rngs)) for rngs in both])
 
 
 def test_models_say_which_arrays_have_a_layer_axis():
