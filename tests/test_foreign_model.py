@@ -128,6 +128,7 @@ REFUSED = {  # parameters, by a part of the message
         for name, leaf in state_dict("timm").items()
         if name.startswith("blocks.1.")
     },
+    r"ada_norm\.weight is not 1": lambda: changed(blocks__1__ada_norm__weight=2 * WIDE),
     r"norm2\.bias is not 0": lambda: changed(blocks__1__norm2__bias=ONES),
     # The last stage has a single layer.
     r"several kinds .*stages\.1\.blocks\.0": lambda: {

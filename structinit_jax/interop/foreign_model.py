@@ -304,10 +304,12 @@ class ForeignModel:
         if self.stack.attentions == ("",):  # The attention layer is the model: no block around it.
             return False
         module = name.rpartition(".")[0]
-        if np.ndim(self.leaves.get(f"{module}.weight")) > 1:  # a linear layer
-            return False
         block = next(filter(name.startswith, self.stack.blocks), None)
-        return block is not None and _NORMS.fullmatch(module.removeprefix(block)) is not None
+        if block is None or _NORMS.fullmatch(module.removeprefix(block)) is None:
+            return False
+        # In vit-pytorch, the first layer of an MLP without a norm of its own has this name too.
+        is_linear = module == f"{block}1.net.0" and np.ndim(self.leaves.get(f"{module}.weight")) > 1
+        return not is_linear
 
     def _names(self, pattern: str) -> Iterator[str]:
         """Yields the names below the model's stem that match a pattern."""
